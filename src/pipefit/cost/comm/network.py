@@ -87,6 +87,7 @@ class Network:
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
         self._ring_of_class: dict[tuple[int, str], tuple[int, ...]] = {}
         "The ring inside a host that stands for all rings of a size on hosts with this link."
+        self._representatives: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.ways: dict[object, tuple[Any, ...]] = {}
         "Possible levels of the rings of a collective: see `cost/comm/collectives.py`."
         self.hops: dict[object, tuple[float, list[tuple[Port, float]]]] = {}
@@ -189,6 +190,42 @@ class Network:
             return rings
         classes = dict.fromkeys((len(ring), self.cluster.hosts[self.host[ring[0]]].link, ring) for ring in rings)
         return tuple(dict.fromkeys(self._ring_of_class.setdefault((size, link), ring) for size, link, ring in classes))
+
+    @cached_property
+    def has_equal_hosts(self) -> bool:
+        """Return whether all hosts and all links between them are alike, so that costs do not depend on which hosts a
+        group has. False for measured clusters."""
+        cluster, count = self.cluster, len(self.cluster.hosts)
+        if cluster.measured is not None or len({(host.kind, host.devices, host.link) for host in cluster.hosts}) > 1:
+            return False
+        entries = {
+            (number, latency_s, bandwidth, repeatability)
+            for number, rail in enumerate(cluster.rails)
+            for source in range(count)
+            for target, (latency_s, bandwidth, repeatability) in enumerate(
+                zip(
+                    rail.latency_s[source],
+                    rail.bandwidth_bytes_per_s[source],
+                    rail.repeatability[source] if rail.repeatability else (1.0,) * count,
+                    strict=True,
+                )
+            )
+            if source != target
+        }
+        return len(entries) <= len(cluster.rails)
+
+    def representative_devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the devices with equal costs on the first hosts, in the same order; unchanged unless all hosts are
+        alike."""
+        if not self.has_equal_hosts:
+            return devices
+        if devices not in self._representatives:
+            size = self.cluster.hosts[0].devices
+            numbers = {host: number for number, host in enumerate(sorted({self.host[device] for device in devices}))}
+            self._representatives[devices] = tuple(
+                numbers[self.host[device]] * size + device % size for device in devices
+            )
+        return self._representatives[devices]
 
     def _ring_time(self, rings: tuple[tuple[int, ...], ...]) -> RingTime:
         load: dict[Port, float] = defaultdict(float)

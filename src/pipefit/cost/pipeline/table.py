@@ -202,12 +202,13 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
     """
     rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else ()
     rings += context_rings(stage) if stage.context_parts > 1 else ()
-    devices_key: object = stage.group
+    group = replace(stage.group, devices=network.representative_devices(stage.group.devices))
+    devices_key: object = group
     if not rings or (stage.has_equal_shards and network.stays_in_hosts(rings)):
         places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
         kinds = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
         devices_key = (kinds, network.representative_rings(rings))
-    sharded = (stage.sharded_state, stage.sharded_elements, stage.group) if stage.has_sharded_layers else ()
+    sharded = (stage.sharded_state, stage.sharded_elements, group) if stage.has_sharded_layers else ()
     more = stage.symbols, stage.packed, stage.frozen, sharded
     return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
 
@@ -253,12 +254,16 @@ def _costs_by_place(
         kind = network.kinds[device]
         sizes = MicrobatchShape(stage.rows[replica], tokens, past, tokens, earlier, 0, later, symbols)
         places, costs = {shares: _part_shape(stage, sizes, shares, position) for shares in collectives}, []
+        known: dict[tuple[int, tuple[int, ...], bool], LayerCost] = {}
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
-            key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
-            query = LayerQuery(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
-            cost = add_context_traffic(layers.layer_cost(query), query, context, network)
-            costs.append(without_backward(cost) if index < stage.frozen else cost)
+            layer_key = id(graph), shares, index < stage.frozen
+            if layer_key not in known:
+                key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
+                query = LayerQuery(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
+                cost = add_context_traffic(layers.layer_cost(query), query, context, network)
+                known[layer_key] = without_backward(cost) if index < stage.frozen else cost
+            costs.append(known[layer_key])
         yield kind.name, costs
 
 
@@ -323,7 +328,16 @@ def _is_trainable(graph: Graph) -> int:
 
 def _worst_layers(by_place: Sequence[list[LayerCost]]) -> list[LayerCost]:
     """Return the worst cost of every layer over places."""
-    return by_place[0] if len(by_place) == 1 else [_worst_cost(costs) for costs in zip(*by_place, strict=True)]
+    if len(by_place) == 1:
+        return by_place[0]
+    known: dict[tuple[int, ...], LayerCost] = {}
+    worst = []
+    for costs in zip(*by_place, strict=True):
+        key = tuple(map(id, costs))
+        if key not in known:
+            known[key] = _worst_cost(costs)
+        worst.append(known[key])
+    return worst
 
 
 def _worst_cost(each: Sequence[LayerCost]) -> LayerCost:

@@ -243,7 +243,8 @@ class LayerCutter:
         rows = _replica_rows(job.batch // decisions.microbatches, decisions.replicas)
         recompute = decisions.recompute_of(stage)
         program = (decisions.sharding_key(lane), decisions.shards_of(lane))
-        plain = (job.precision, job.sequence, rows, decisions.replicas, program, recompute, group.devices)
+        devices = self.network.representative_devices(group.devices)
+        plain = (job.precision, job.sequence, rows, decisions.replicas, program, recompute, devices)
         key = (*plain, share, job.optimizer)
         if key not in self._rows:
             probe = self.probe_stage(job, group, rows, recompute, *program)

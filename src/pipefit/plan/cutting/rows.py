@@ -99,7 +99,8 @@ def kind_rows(
 
 def passing_bytes(costs: Sequence[LayerCost]) -> float:
     """Return the largest temporary memory of a layer."""
-    return max(max(stage_memory([cost]).passing.values()) for cost in costs)
+    distinct = {id(cost): cost for cost in costs}
+    return max(max(stage_memory([cost]).passing.values()) for cost in distinct.values())
 
 
 def most_bytes(kinds: Sequence[KindRow], static_bytes: Array, saved_bytes: Array) -> float:

@@ -75,12 +75,15 @@ def trade_memory(
     actions = 3 * layout.stage_count * layout.unit_count
     is_large = actions * layout.device_count > TRADE_BUDGET.family_actions
     has_many_actions = is_large or actions > FITTING_BUDGET.layout_actions
+    may_fit = not has_many_actions or constraints.schedule == FIT
     family_plans: list[EvaluatedPlan] = []
     if not is_large:
         family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
     own_fit = best if layout.schedule == FIT else None
     fitted: list[EvaluatedPlan] = []
-    if layout.lane_count > 1:
+    if own_fit is not None and not may_fit:
+        fitted = [own_fit]
+    elif layout.lane_count > 1 and may_fit:
         levels = _limit_levels(best, family_plans, has_many_actions)
         fitted = _fit_levels(context, job, constraints, layout, levels, own_fit, _lane_limits(best))
     choices = [best]
