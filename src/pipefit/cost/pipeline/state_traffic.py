@@ -34,6 +34,19 @@ class StateTraffic(NamedTuple):
     overlap: float
     "Part of the time beside the computation that costs nothing."
 
+    def take_layers(self, start: int, stop: int) -> StateTraffic:
+        """Return the collectives of a run of these layers; the bytes stay those of all layers."""
+        return self._replace(gather_s=self.gather_s[start:stop], reduce_s=self.reduce_s[start:stop])
+
+
+class StageSeconds(NamedTuple):
+    """The times of a stage's actions with the collectives of its sharded layers."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    backward_s: float
+
 
 def state_traffic(stage: StageWork, precision: Precision, network: Network) -> StateTraffic | None:
     """Return the collectives of a stage whose replicas shard gradients or parameters; None for another stage."""
@@ -66,23 +79,30 @@ def largest_pair(elements: Sequence[float]) -> float:
 
 def add_state_traffic(cost: StageCost, layers: Sequence[LayerCost], traffic: StateTraffic) -> StageCost:
     """Return the cost of a stage with the collectives of its sharded layers."""
-    last_first = layers[::-1]
-    gathers, sums = traffic.gather_s[::-1], traffic.reduce_s[::-1]
-    nothing = (0.0,) * len(layers)
     both = traffic.parameter_bytes + traffic.gradient_bytes
-
-    def add_collectives(seconds: Sequence[float], before: Sequence[float], behind: Sequence[float]) -> float:
-        return overlapped_s(seconds, before, behind, traffic.overlap)
-
     return cost._replace(
-        forward_s=add_collectives([layer.forward_s for layer in layers], traffic.gather_s, nothing),
-        input_s=add_collectives([layer.input_s for layer in last_first], gathers, nothing),
-        weight_s=add_collectives([layer.weight_s for layer in last_first], nothing, sums),
-        backward_s=add_collectives([layer.backward_s for layer in last_first], gathers, sums),
+        **stage_seconds(layers, traffic)._asdict(),
         forward_passing_bytes=cost.forward_passing_bytes + traffic.parameter_bytes,
         input_passing_bytes=cost.input_passing_bytes + traffic.parameter_bytes,
         weight_passing_bytes=cost.weight_passing_bytes + traffic.gradient_bytes,
         fused_passing_bytes=cost.fused_passing_bytes + both,
+    )
+
+
+def stage_seconds(layers: Sequence[LayerCost], traffic: StateTraffic) -> StageSeconds:
+    """Return the times of a stage of these layers with their collectives."""
+    last_first = layers[::-1]
+    gathers, sums = traffic.gather_s[::-1], traffic.reduce_s[::-1]
+    nothing = (0.0,) * len(layers)
+
+    def add_collectives(seconds: Sequence[float], before: Sequence[float], behind: Sequence[float]) -> float:
+        return overlapped_s(seconds, before, behind, traffic.overlap)
+
+    return StageSeconds(
+        forward_s=add_collectives([layer.forward_s for layer in layers], traffic.gather_s, nothing),
+        input_s=add_collectives([layer.input_s for layer in last_first], gathers, nothing),
+        weight_s=add_collectives([layer.weight_s for layer in last_first], nothing, sums),
+        backward_s=add_collectives([layer.backward_s for layer in last_first], gathers, sums),
     )
 
 

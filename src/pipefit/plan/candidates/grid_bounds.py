@@ -9,22 +9,19 @@ one kind and of several.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
-from pipefit.cost.pipeline.rings import axis_rings
 from pipefit.cost.portable import whole_power
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
 from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
-from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
-from pipefit.plan.assemble.structure import make_groups
+from pipefit.optimizers.sharded_state import shards_gradients
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.bounds.step_bounds import min_in_flight
+from pipefit.plan.bounds.traffic_bounds import ModuleTraffic, TrafficBounds, hidden_s
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_figures import BoundsStack, GridBounds, LayerBounds, fill_lanes, stack_bounds
 from pipefit.plan.candidates.slicings import SequenceSlicer
@@ -55,7 +52,7 @@ class LowerBounds:
         self._counts: dict[int, tuple[CandidateGrid, object]] = {}
         "`id` of a grid's counts -> a key by which counts are compared; the grid is kept so that the `id` stays unique."
         self._flights: dict[object, Array] = {}
-        self._traffic: dict[object, tuple[float, float]] = {}
+        self.traffic = TrafficBounds(cutter, job)
         self._near: dict[tuple[frozenset[Pair], Recompute, ShardProgram], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
         "Rows of slices; the stage is kept alive because the key holds its `id`."
@@ -262,47 +259,47 @@ class LowerBounds:
             for which, name in enumerate(floor.panels[0].names)
         ]
         filled_s, lack = fill_lanes(floor, self._memory_demand(floor))
-        spent_s = floor.count[:, :, None] * (filled_s + self._exposed_s(floor))
+        traffic_s = self._forward_state_s(floor) + self._backward_state_s(floor)
+        traffic_s -= (floor.lane_forward_s + floor.lane_backward_s)[:, None, ..., None]
+        spent_s = floor.count[:, :, None] * (filled_s + traffic_s)
         guess: Array = (spent_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
         return guess
 
-    def _exposed_s(self, floor: GridBounds) -> Array:
-        """Return the seconds per microbatch of the collectives of sharded layers that the busiest lane's computation
-        cannot hide: [grid, 1, microbatches, recomputation, sharded state]."""
-        exposed = np.zeros((*floor.lane_forward_s.shape, len(floor.panels[0].sharded_state)))
-        for index, panel in enumerate(floor.panels):
-            for which, state in enumerate(panel.sharded_state):
-                if shards_gradients(state):
-                    gather_s, reduce_s = self._traffic_s(panel, state)
-                    slices = floor.slices
-                    more = np.maximum(0.0, gather_s * slices - floor.lane_forward_s[index])
-                    behind_s = (gather_s + reduce_s) * slices
-                    exposed[index, ..., which] = more + np.maximum(0.0, behind_s - floor.lane_backward_s[index])
-        return exposed[:, None]
+    def state_bounds_s(self, floor: GridBounds) -> Array:
+        """Return `bound_s` with the collectives of ZeRO-2 and ZeRO-3: [grid, microbatches, recomputation, sharded
+        state].
 
-    def _traffic_s(self, panel: CandidateGrid, state: ShardedState) -> tuple[float, float]:
-        """Return the seconds to gather the parameters of an even lane once, and to sum its gradients once, over the
-        replicas of the first lane."""
-        decisions = panel.decisions_at(0)
-        key = (
-            decisions.replicas,
-            decisions.shards,
-            panel.program,
-            panel.lanes,
-            decisions.inner,
-            decisions.devices,
-            state,
-        )
-        if key not in self._traffic:
-            elements = self.cutter.sharded_elements(*panel.program) / panel.lanes
-            rings = axis_rings(make_groups(decisions)[0].to_mesh(), "replica", "context")
-            network, precision = self.cutter.network, self.job.precision
-            gathered = elements * COMPUTE_BYTES[precision] if state == "parameters" else 0.0
-            self._traffic[key] = (
-                all_gather_s(network, rings, gathered),
-                reduce_scatter_s(network, rings, elements * GRADIENT_BYTES[precision]),
-            )
-        return self._traffic[key]
+        All lanes together compute all layers and run all of these collectives, of which they hide at most all of the
+        shorter part. The busiest lane has an equal part. Lanes of several classes keep `bound_s`.
+        """
+        least = self.bound_s(floor)[..., None]
+        if not floor.is_uniform or not any(map(shards_gradients, floor.panels[0].sharded_state)):
+            return np.broadcast_to(least, (*least.shape[:-1], len(floor.panels[0].sharded_state)))
+        spent_s = self._forward_state_s(floor)[:, 0] + self._backward_state_s(floor)[:, 0]
+        return np.maximum(least, floor.count[:, :, None] * spent_s)
+
+    def _forward_state_s(self, floor: GridBounds) -> Array:
+        """Return the forward seconds of the busiest lane per microbatch with the gathers of sharded parameters: [grid,
+        1, microbatches, recomputation, sharded state]."""
+        return self._with_traffic(floor, floor.lane_forward_s, lambda traffic: traffic.gather_s)
+
+    def _backward_state_s(self, floor: GridBounds) -> Array:
+        """Return the backward seconds, with the sums of gradients as well; axes as in `_forward_state_s`."""
+        return self._with_traffic(floor, floor.lane_backward_s, lambda traffic: traffic.gather_s + traffic.reduce_s)
+
+    def _with_traffic(
+        self, floor: GridBounds, computed_s: Array, collected_s: Callable[[ModuleTraffic], float]
+    ) -> Array:
+        """Return the seconds of computation with an equal part of these collectives, repeated for every slice."""
+        states, slices = floor.panels[0].sharded_state, floor.slices
+        spent_s = np.repeat(computed_s[..., None], len(states), axis=-1)
+        for index, panel in enumerate(floor.panels):
+            for which, state in enumerate(states):
+                if shards_gradients(state):
+                    traffic = self.traffic.module_traffic(replace(panel.decisions_at(0), sharded_state=state))
+                    seconds = collected_s(traffic) / panel.lanes * slices
+                    spent_s[index, ..., which] = hidden_s(computed_s[index], seconds, traffic.overlap)
+        return spent_s[:, None]
 
     def _memory_demand(self, floor: GridBounds) -> Array:
         """Return the bytes of all layers, with every lane as full as the fullest.

@@ -54,11 +54,11 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
     """Return a queue for every grid."""
     queues: dict[int, CandidateQueue] = {}
     for places, floor in floors.bound_batches(space):
-        bounds = floors.bound_s(floor)
+        bounds = floors.state_bounds_s(floor)
         guesses = floors.guesses_s(floor)
-        keys = np.maximum(bounds[..., None], guesses.min(axis=1))
+        keys = np.maximum(bounds, guesses.min(axis=1))
         needs = floors.memory_need(floor)
-        live_keys, live_bounds = keys, bounds[..., None]
+        live_keys, live_bounds = keys, bounds
         if needs is not None:
             excess = np.where((needs > FULL).all(axis=1), np.inf, 0.0)
             live_keys, live_bounds = keys + excess, live_bounds + excess
@@ -75,10 +75,10 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
 class CandidateQueue:
     """The candidates of a grid that have not been built yet, the most promising first.
 
-    `keys` [microbatches, recomputation, sharded state] define the order; `needs` [schedule, microbatches,
-    recomputation, sharded state] are lower bounds of the memory, as fractions: no cut of a candidate above 1 fits, and
-    it is ruled out. `least` holds the smallest key and the smallest bound of the remaining ones. Sorting waits until
-    the first candidate is requested: most grids never get that far.
+    `keys` [microbatches, recomputation, sharded state] define the order, `bounds` are lower bounds of the step;
+    `needs` [schedule, microbatches, recomputation, sharded state] are lower bounds of the memory, as fractions: no cut
+    of a candidate above 1 fits, and it is ruled out. `least` holds the smallest key and the smallest bound of the
+    remaining ones. Sorting waits until the first candidate is requested: most grids never get that far.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CandidateQueue:
         if self._needs is None:
             return None
         able = np.array([[units >= least for units in self.panel.unit_counts] for least in self.panel.least])
-        bounds = np.broadcast_to(self._figures[1][..., None], self._needs.shape[1:])
+        bounds = np.broadcast_to(self._figures[1], self._needs.shape[1:])
         listed = (self._needs > FULL) & able[:, :, None, None] & (bounds < below_s)
         if not listed.any():
             return None

@@ -340,13 +340,16 @@ class LayerCutter:
         return float(self._sharded_counts(sharding, shards).max(axis=1).sum())
 
     def _sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> Array:
-        """Return [layer, shard position]: trained elements that only this layer uses."""
+        """Return `layer_elements` as an array."""
         if (sharding, shards) not in self._sharded:
-            layers = self.programs.modules[self.module].layers
-            named = [self.programs.named_parameters((layer,), sharding, shards) for layer in layers]
-            counts = sharded_elements(named, self.programs.layer_uses(self.module), len(shards))
-            self._sharded[sharding, shards] = np.array(counts, dtype=float)
+            self._sharded[sharding, shards] = np.array(self.layer_elements(sharding, shards), dtype=float)
         return self._sharded[sharding, shards]
+
+    def layer_elements(self, sharding: str, shards: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return [layer][shard position]: trained elements that only this layer uses."""
+        layers = self.programs.modules[self.module].layers
+        named = [self.programs.named_parameters((layer,), sharding, shards) for layer in layers]
+        return sharded_elements(named, self.programs.layer_uses(self.module), len(shards))
 
     def _shared_state_bytes(self, job: Job, sharding: str, shards: tuple[int, ...]) -> Array:
         """Return the bytes of optimizer state of each layer that every device keeps. A shared parameter counts at its

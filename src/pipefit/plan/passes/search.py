@@ -378,10 +378,10 @@ class LayoutSearch:
         fused = family_facts(decisions.schedule).fused
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         if decisions.slices:
-            times = self.slicer.slice_times(decisions)
+            times = self.floors.traffic.add_to_slices(decisions, *self.slicer.slice_times(decisions))
             candidate.guess_s = sliced_guess_s(*times, decisions)
             return max(bound_s, sliced_bound_s(*times, lanes, count, fused))
-        return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, lanes, count, fused))
+        return max(bound_s, chain_bound_s(*self.floors.traffic.stage_times_s(decisions, cut), lanes, count, fused))
 
     def _tabulate_costs(self, candidate: SearchCandidate, bound_s: float) -> float | None:
         cut = self.context.layer_cutter.leanest_cut(self.job, candidate.decisions)
