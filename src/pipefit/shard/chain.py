@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, TensorForm, shard_form
 from pipefit.model.graph import Graph, Layer, Model, element_count
-from pipefit.shard.frontier import solve_between
+from pipefit.shard.frontier import pending_solutions
 from pipefit.shard.pricing import PricedLayer, ShardSetting, is_hidden_state, number_of, price_layer
 from pipefit.shard.recipe import ShardRecipe, recipe_of
-from pipefit.shard.template import ChosenProgram, choose_program, held_fractions
+from pipefit.shard.template import ChosenProgram, PricedTemplate, choose_program, held_fractions
 
 Shares = tuple[int, ...]
 
@@ -50,6 +51,18 @@ class ChainLink:
         return replace(recipe, shares=self.around)
 
 
+@dataclass
+class _LayerAnswer:
+    """The cheapest program of a layer between two forms; its link is built when a path uses it."""
+
+    cost_s: float
+    build: Callable[[], ChainLink]
+
+    @cached_property
+    def link(self) -> ChainLink:
+        return self.build()
+
+
 _Met = tuple[TensorForm, tuple[tuple[str, tuple[TensorForm, TensorForm]], ...]]
 
 
@@ -68,7 +81,10 @@ class ChainSearch:
     tied_whole: bool = False
     "Whether parameters shared by layers stay replicated, because other device groups use them too."
     _templates: dict[tuple[str, Pinned], PricedLayer] = field(default_factory=dict)
-    _solved: dict[object, Mapping[tuple[TensorForm, TensorForm], ChainLink]] = field(default_factory=dict)
+    _priced: dict[object, PricedTemplate] = field(default_factory=dict)
+    _solved: dict[object, Mapping[tuple[TensorForm, TensorForm], _LayerAnswer]] = field(default_factory=dict)
+    _outgoing: dict[object, Mapping[TensorForm, _LayerAnswer]] = field(default_factory=dict)
+    "Programs by the incoming form, the allowed outgoing forms, and the key of `_solved`."
 
     def search_programs(
         self, layers: Sequence[Layer], shares: Sequence[int], own: Sequence[Shares] = ()
@@ -106,7 +122,7 @@ class ChainSearch:
         The state is the form after a layer, and the program of every graph that occurred and will occur again.
         """
         first = self.model.layer_graph(layers[0])
-        states: dict[_Met, tuple[float, tuple[ChainLink, ...]]] = {
+        states: dict[_Met, tuple[float, tuple[_LayerAnswer, ...]]] = {
             (form, ()): (0.0, ()) for form in hidden_state_forms(first, True)
         }
         owners = {name: layer.graph for layer in reversed(layers) for name in layer.parameters.values()}
@@ -117,7 +133,7 @@ class ChainSearch:
                 for local, name in layer.parameters.items()
                 if name in tied
             )
-            after: dict[_Met, tuple[float, tuple[ChainLink, ...]]] = {}
+            after: dict[_Met, tuple[float, tuple[_LayerAnswer, ...]]] = {}
             for (form, met), (cost, path) in states.items():
                 cost += resharing_s(self, layers, index, form, shares)
                 if cost == float("inf"):
@@ -125,33 +141,39 @@ class ChainSearch:
                 before = dict(met).get(layer.graph)
                 if before is not None and before[0] != form:
                     continue
-                for gives, link in self._layer_programs(layer.graph, pinned, form, shares[index]).items():
+                for gives, answer in self._layer_programs(layer.graph, pinned, form, shares[index]).items():
                     if before is not None and before[1] != gives:
                         continue
                     new = met if before is not None else (*met, (layer.graph, (form, gives)))
                     state = gives, tuple(entry for entry in new if comes_again[entry[0]] > index)
-                    if state not in after or cost + link.cost_s < after[state][0]:
-                        after[state] = cost + link.cost_s, (*path, link)
+                    if state not in after or cost + answer.cost_s < after[state][0]:
+                        after[state] = cost + answer.cost_s, (*path, answer)
             states = after
-        return min(states.values(), key=lambda entry: entry[0], default=None)
+        if not states:
+            return None
+        cost, path = min(states.values(), key=lambda entry: entry[0])
+        return cost, tuple(answer.link for answer in path)
 
     def _layer_programs(
         self, name: str, pinned: Pinned, takes: TensorForm, shares: Sequence[int]
-    ) -> Mapping[TensorForm, ChainLink]:
+    ) -> Mapping[TensorForm, _LayerAnswer]:
         """Return the cheapest program of one layer for every outgoing form."""
         key = name, pinned, tuple(shares), self.byte_price_s, self.exposed
-        if key not in self._solved:
-            self._solved[key] = self._all_layer_programs(name, pinned, shares)
-        able = self._output_forms(self.model.graphs[name])
-        return {
-            gives: link
-            for (input_form, gives), link in self._solved[key].items()
-            if input_form == takes and gives in able
-        }
+        outgoing_key = key, takes, self.streams
+        if outgoing_key not in self._outgoing:
+            if key not in self._solved:
+                self._solved[key] = self._all_layer_programs(name, pinned, shares)
+            able = self._output_forms(self.model.graphs[name])
+            self._outgoing[outgoing_key] = {
+                gives: answer
+                for (input_form, gives), answer in self._solved[key].items()
+                if input_form == takes and gives in able
+            }
+        return self._outgoing[outgoing_key]
 
     def _all_layer_programs(
         self, name: str, pinned: Pinned, shares: Sequence[int]
-    ) -> Mapping[tuple[TensorForm, TensorForm], ChainLink]:
+    ) -> Mapping[tuple[TensorForm, TensorForm], _LayerAnswer]:
         """Return the cheapest program of one layer for every pair of incoming and outgoing forms."""
         graph = self.model.graphs[name]
         if (name, pinned) not in self._templates:
@@ -172,14 +194,19 @@ class ChainSearch:
             return {}
         layers = [layer.with_input_form(graph, form) for form in takes]
         result = layer.values.index(graph.outputs[0])
-        problem, numbers = template.problem_at(fractions, self.byte_price_s, self.exposed)
-        solutions = solve_between(
+        priced_key = name, pinned, tuple(shares)
+        if priced_key not in self._priced:
+            self._priced[priced_key] = PricedTemplate(template, fractions)
+        problem, numbers = self._priced[priced_key].problem_at(self.byte_price_s, self.exposed)
+        solutions = pending_solutions(
             problem,
             [variant.template.given for variant in layers],
             [{**template.wanted, result: number_of(form)} for form in gives],
         )
-        return {
-            (takes[first], gives[second]): ChainLink(
+
+        def build_link(first: int, second: int) -> ChainLink:
+            solution = solutions[first, second].build_solution()
+            return ChainLink(
                 takes=takes[first],
                 gives=gives[second],
                 layer=layers[first],
@@ -187,7 +214,10 @@ class ChainSearch:
                 cost_s=solution.cost_s,
                 shares=tuple(shares),
             )
-            for (first, second), solution in solutions.items()
+
+        return {
+            (takes[first], gives[second]): _LayerAnswer(pending.cost_s, partial(build_link, first, second))
+            for (first, second), pending in solutions.items()
         }
 
     def _output_forms(self, graph: Graph) -> tuple[TensorForm, ...]:

@@ -92,6 +92,23 @@ _Trail = tuple["_Trail", int] | None
 _States = Mapping[int, tuple[float, _Trail]]
 
 
+@dataclass(frozen=True, slots=True)
+class PendingSolution:
+    """A cheapest program whose options and conversions are not listed yet: most are never used."""
+
+    problem: FormProblem
+    converters: Sequence[FormConverter]
+    ends: tuple[Mapping[int, int], Mapping[int, int]]
+    cost_s: float
+    blocks: Sequence[StepBlock]
+    trail: _Trail
+
+    def build_solution(self) -> FormSolution:
+        """Return the program."""
+        picks = _trace_picks(self.blocks, self.trail)
+        return _build_solution(self.problem, self.converters, self.ends, self.cost_s, picks)
+
+
 def solve_program(problem: FormProblem) -> FormSolution | None:
     """Return the cheapest program, or None if there is none."""
     return solve_between(problem, [problem.given], [problem.wanted]).get((0, 0))
@@ -100,6 +117,13 @@ def solve_program(problem: FormProblem) -> FormSolution | None:
 def solve_between(
     problem: FormProblem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
 ) -> dict[tuple[int, int], FormSolution]:
+    """Return `pending_solutions`, built."""
+    return {pair: pending.build_solution() for pair, pending in pending_solutions(problem, starts, ends).items()}
+
+
+def pending_solutions(
+    problem: FormProblem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
+) -> dict[tuple[int, int], PendingSolution]:
     """Return the cheapest program for each pair (index in `starts`, index in `ends`) that has one, mostly in one pass.
 
     `starts` are alternative forms of incoming values (instead of `problem.given`), `ends` of outgoing values. All
@@ -109,7 +133,7 @@ def solve_between(
     fixed = {value: form for value, form in starts[0].items() if all(start[value] == form for start in starts)}
     joiner = BlockJoiner(converters, fixed, frozenset(ends[0]))
     blocks = joiner.join_blocks(_build_blocks(problem, converters, joiner))
-    solutions: dict[tuple[int, int], FormSolution] = {}
+    solutions: dict[tuple[int, int], PendingSolution] = {}
     for first, start in enumerate(starts):
         frontier = _FormFrontier(blocks, converters, frozenset(ends[0]))
         states: _States = {frontier.start_state(start): (0.0, None)}
@@ -124,9 +148,7 @@ def solve_between(
             ]
             if able:
                 cost, trail = min(able, key=lambda one: one[0])
-                solutions[first, second] = _build_solution(
-                    problem, converters, (start, end), cost, _trace_picks(blocks, trail)
-                )
+                solutions[first, second] = PendingSolution(problem, converters, (start, end), cost, blocks, trail)
     return solutions
 
 

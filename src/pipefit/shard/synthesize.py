@@ -58,6 +58,10 @@ class ProgramRecord(Generic[Program, Shares]):
     cost_s: float
 
 
+ChainRecord = ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]]
+"""The programs of a chain of layers, and their shares."""
+
+
 def alternate_searches(
     starts: Iterable[Shares],
     search: Callable[[Shares], Program | None],
@@ -179,29 +183,55 @@ def fits_in_memory(chains: ChainSearch, held: Sequence[float]) -> bool:
     return all(size <= limit for size, limit in zip(held, memory_limits(chains), strict=True))
 
 
-def _search_alternating(
-    chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int]
-) -> ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None:
+def _search_alternating(chains: ChainSearch, layers: Sequence[Layer], shares: Sequence[int]) -> ChainRecord | None:
     """Return the best record over several exposed parts of gradient reductions.
 
     All reductions count first, then, if they overlap the backward, smaller parts. The overlap is subtracted from each
     cost.
     """
-    first = (
-        [tuple(shares)]
-        if shares
-        else [nearest_shares(weights) for weights in start_weights(*chains.setting.device_speeds)]
-    )
-    best: ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None = None
-    for exposed in EXPOSED if chains.setting.overlap_share else EXPOSED[:1]:
-        chains.exposed = exposed
-        record = _ChainAlternation(chains, layers, bool(shares)).run_from(first)
-        if best is None or (record is not None and record.cost_s < best.cost_s):
-            best = record
-        if best is not None and not shares:
-            first = [best.shares, nearest_shares(start_weights(chains.setting.device_speeds[0])[0])]
+    parts = EXPOSED if chains.setting.overlap_share else EXPOSED[:1]
+    if shares:
+        records = _search_parts(chains, layers, tuple(shares), parts)
+    else:
+        records = []
+        starts = [nearest_shares(weights) for weights in start_weights(*chains.setting.device_speeds)]
+        for chains.exposed in parts:
+            records.append(_ChainAlternation(chains, layers, False).run_from(starts))
+            best = min(filter(None, records), key=lambda record: record.cost_s, default=None)
+            if best is not None:
+                starts = [best.shares, nearest_shares(start_weights(chains.setting.device_speeds[0])[0])]
     chains.exposed = EXPOSED[0]
-    return best
+    return min(filter(None, records), key=lambda record: record.cost_s, default=None)
+
+
+def _search_parts(
+    chains: ChainSearch, layers: Sequence[Layer], shares: tuple[int, ...], parts: Sequence[float]
+) -> list[ChainRecord | None]:
+    """Return the record of each of these exposed parts, which fall.
+
+    The cost of a program is linear in the part. So if the programs of the first and of the last part are the same, it
+    is the cheapest of all parts between them.
+    """
+
+    def search_part(exposed: float) -> ChainRecord | None:
+        chains.exposed = exposed
+        return _ChainAlternation(chains, layers, True).run_from([shares])
+
+    records = [search_part(parts[0])]
+    if len(parts) > 1:
+        last = search_part(parts[-1])
+        if _program_key(records[0]) != _program_key(last):
+            records += map(search_part, parts[1:-1])
+        records.append(last)
+    return records
+
+
+def _program_key(record: ChainRecord | None) -> object:
+    """Return a key that is equal for equal programs."""
+    if record is None:
+        return None
+    choices = [(link, link.choice) for link in record.program]
+    return [(link.takes, link.gives, choice.ways, choice.before, choice.after) for link, choice in choices]
 
 
 class _ChainAlternation:
@@ -212,9 +242,7 @@ class _ChainAlternation:
         self.programs: dict[tuple[int, ...], tuple[ChainLink, ...] | None] = {}
         self.stretches: dict[int, tuple[tuple[ChainLink, ...], list[tuple[ComputeSegment, int]]]] = {}
 
-    def run_from(
-        self, first: Sequence[tuple[int, ...]]
-    ) -> ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]] | None:
+    def run_from(self, first: Sequence[tuple[int, ...]]) -> ChainRecord | None:
         return alternate_searches(first, self.search_programs, self.improve_shares, self.record_cost_s)
 
     def search_programs(self, given: tuple[int, ...]) -> tuple[ChainLink, ...] | None:
@@ -256,9 +284,7 @@ def _memory_penalty(chains: ChainSearch, held: Sequence[float]) -> float:
     return 1 + 1e3 * max(max(0.0, size / limit - 1) for size, limit in zip(held, memory_limits(chains), strict=True))
 
 
-def _finish_program(
-    chains: ChainSearch, record: ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]]
-) -> SynthesizedProgram:
+def _finish_program(chains: ChainSearch, record: ChainRecord) -> SynthesizedProgram:
     held = held_bytes([link.choice for link in record.program], record.shares)
     return SynthesizedProgram(
         links=tuple(replace(link, shares=record.shares) for link in record.program),

@@ -145,16 +145,18 @@ class OpenOption:
         held = fractions.worst[self.cut][kind]
         return max((first + second * held for first, second in self.passes[number][kind]), default=0.0)
 
-    def cost_s(self, fractions: HeldFractions, kinds: int, exposed: float = 1.0) -> float:
-        """Return the seconds of the slowest device's forward and backward, the reduction, and the exposed cost per
-        iteration.
-        """
+    def step_s(self, fractions: HeldFractions, kinds: int) -> float:
+        """Return the seconds of the slowest device's forward and backward, and the reduction."""
         toll_s = sum(toll.conversion_s(fractions) for toll in (self.toll, self.talk) if toll)
         kind_numbers = range(kinds)
         slowest = max(self.forward_s(fractions, k) for k in kind_numbers) + max(
             self.backward_s(fractions, k) for k in kind_numbers
         )
-        return slowest + toll_s + exposed * self.once_s
+        return slowest + toll_s
+
+    def cost_s(self, fractions: HeldFractions, kinds: int) -> float:
+        """Return `step_s` with the cost per iteration."""
+        return self.step_s(fractions, kinds) + self.once_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,43 +181,72 @@ class LayerTemplate:
     def problem_at(
         self, fractions: HeldFractions, byte_price_s: float = 0.0, exposed: float = 1.0
     ) -> tuple[FormProblem, tuple[tuple[int, ...], ...]]:
-        """Return the problem at these fractions, and the numbers of the possible options of every step.
+        """Return `PricedTemplate.problem_at`."""
+        return PricedTemplate(self, fractions).problem_at(byte_price_s, exposed)
+
+
+class PricedTemplate:
+    """A template with its costs at the devices' fractions, from which problems for all prices of memory follow."""
+
+    def __init__(self, template: LayerTemplate, fractions: HeldFractions) -> None:
+        self.template = template
+        kinds = template.members.kind_count
+        distinct = {id(step.ways): step.ways for step in template.steps}  # equal steps share their options
+        self._able = {
+            key: tuple(number for number, option in enumerate(ways) if _is_possible(option, fractions))
+            for key, ways in distinct.items()
+        }
+        self._options = {
+            key: [(ways[n], ways[n].step_s(fractions, kinds), _held_bytes(ways[n], fractions)) for n in self._able[key]]
+            for key, ways in distinct.items()
+        }
+        self._moves = {
+            key: [
+                (move, toll.conversion_s(fractions), _held_bytes(toll, fractions))
+                for move, toll in tolls.items()
+                if toll.can_split(fractions)
+            ]
+            for key, tolls in {id(tolls): tolls for tolls in template.tolls}.items()
+        }
+
+    def problem_at(
+        self, byte_price_s: float = 0.0, exposed: float = 1.0
+    ) -> tuple[FormProblem, tuple[tuple[int, ...], ...]]:
+        """Return the problem, and the numbers of the possible options of every step.
 
         `byte_price_s` is the price in seconds of every byte held, if memory is scarce. `exposed` is the part of
         gradient reductions that counts.
         """
-
-        def held_s(one: OpenOption | ConversionCost) -> float:
-            return byte_price_s * (one.held[0] + one.held[1] * max(fractions.worst[one.cut])) if byte_price_s else 0.0
-
-        def options_at(ways: tuple[OpenOption, ...]) -> tuple[tuple[PricedOption, ...], tuple[int, ...]]:
-            able = tuple(
-                number
-                for number, option in enumerate(ways)
-                if option.cut in fractions.worst
-                and all(toll.can_split(fractions) for toll in (option.toll, option.talk) if toll is not None)
+        template = self.template
+        priced = {
+            key: tuple(
+                PricedOption(option.needs, option.gives, step_s + exposed * option.once_s + byte_price_s * held)
+                for option, step_s, held in options
             )
-            costs = [ways[n].cost_s(fractions, self.members.kind_count, exposed) + held_s(ways[n]) for n in able]
-            options = tuple(
-                PricedOption(ways[n].needs, ways[n].gives, cost) for n, cost in zip(able, costs, strict=True)
-            )
-            return options, able
+            for key, options in self._options.items()
+        }
+        moves: dict[int, Conversions] = {
+            key: {move: seconds + byte_price_s * held for move, seconds, held in entries}
+            for key, entries in self._moves.items()
+        }
+        problem = FormProblem(
+            steps=tuple(PricedStep(step.inputs, step.output, priced[id(step.ways)]) for step in template.steps),
+            conversions=tuple(moves[id(tolls)] for tolls in template.tolls),
+            given=template.given,
+            wanted=template.wanted,
+        )
+        return problem, tuple(self._able[id(step.ways)] for step in template.steps)
 
-        def costs_at(tolls: Mapping[tuple[int, int], ConversionCost]) -> Conversions:
-            return {
-                move: toll.conversion_s(fractions) + held_s(toll)
-                for move, toll in tolls.items()
-                if toll.can_split(fractions)
-            }
 
-        distinct = {id(step.ways): step.ways for step in self.steps}  # equal steps share their options
-        priced = {key: options_at(options) for key, options in distinct.items()}
-        steps = [PricedStep(step.inputs, step.output, priced[id(step.ways)][0]) for step in self.steps]
-        numbers = [priced[id(step.ways)][1] for step in self.steps]
-        moves = {key: costs_at(tolls) for key, tolls in {id(tolls): tolls for tolls in self.tolls}.items()}
-        conversions = [moves[id(tolls)] for tolls in self.tolls]
-        problem = FormProblem(steps=tuple(steps), conversions=tuple(conversions), given=self.given, wanted=self.wanted)
-        return problem, tuple(numbers)
+def _is_possible(option: OpenOption, fractions: HeldFractions) -> bool:
+    """Return whether the fractions leave every device a unit of the option's cuts."""
+    tolls = [toll for toll in (option.toll, option.talk) if toll is not None]
+    return option.cut in fractions.worst and all(toll.can_split(fractions) for toll in tolls)
+
+
+def _held_bytes(option: OpenOption | ConversionCost, fractions: HeldFractions) -> float:
+    """Return the bytes held on the fullest device."""
+    return option.held[0] + option.held[1] * max(fractions.worst[option.cut])
 
 
 @dataclass(frozen=True, slots=True)

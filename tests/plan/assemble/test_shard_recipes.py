@@ -12,7 +12,13 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
-from pipefit.plan.assemble.shard_recipes import RecipeRequest, request_from_constraints, searched_recipes, shard_setting
+from pipefit.plan.assemble.shard_recipes import (
+    RecipeRequest,
+    recipe_chains,
+    request_from_constraints,
+    searched_recipes,
+    shard_setting,
+)
 from pipefit.plan.make import make_plan
 from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job
@@ -72,7 +78,7 @@ def test_a_device_need_not_hold_the_layers_of_other_stages() -> None:
     ]
     asked = RecipeRequest(shares=(1, 1), devices=(0, 1), rows=1, microbatches=16, lanes=1)
     network = Network(small(cluster, scarce))
-    recipes = searched_recipes(model, module, network, best_costs(cluster), JOB, asked)
+    recipes = searched_recipes(recipe_chains(model, network, best_costs(cluster), JOB, asked), module, asked)
     assert recipes.keys() == {layer.graph for layer in module.layers}, "the planner says whether a plan fits"
 
 

@@ -9,7 +9,7 @@ whether the plan fits, with recomputation and sharded optimizer state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import EVEN, lowerings_over, shard_collective
@@ -76,10 +76,8 @@ def request_from_constraints(constraints: Constraints, job: Job, devices: int) -
     return RecipeRequest(shares=shares, devices=first, rows=rows, microbatches=microbatches, lanes=max(1, lanes))
 
 
-def searched_recipes(
-    model: Model, module: ModelModule, network: Network, layers: LayerCosts, job: Job, asked: RecipeRequest
-) -> Mapping[str, str]:
-    """Return the recipe of every graph of a module, as text. Raises PlanError if these shares have no program."""
+def recipe_chains(model: Model, network: Network, layers: LayerCosts, job: Job, asked: RecipeRequest) -> ChainSearch:
+    """Return the search of programs for a request. What it learns holds for any number of lanes."""
     setting = shard_setting(
         model,
         network,
@@ -92,7 +90,14 @@ def searched_recipes(
         microbatches=asked.microbatches,
         lanes=asked.lanes,
     )
-    chain = leanest_program(ChainSearch(model, setting), module.layers, asked.shares)
+    return ChainSearch(model, setting)
+
+
+def searched_recipes(chains: ChainSearch, module: ModelModule, asked: RecipeRequest) -> Mapping[str, str]:
+    """Return the recipe of every graph of a module, as text. `chains` are those of the request or of another number of
+    lanes. Raises PlanError if these shares have no program."""
+    chains = replace(chains, setting=replace(chains.setting, lanes=asked.lanes))
+    chain = leanest_program(chains, module.layers, asked.shares)
     return {layer.graph: link.layer_recipe.recipe_text for layer, link in zip(module.layers, chain.links, strict=True)}
 
 

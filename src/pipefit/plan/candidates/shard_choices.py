@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from math import gcd, inf
 
 from pipefit.errors import PlanError
-from pipefit.plan.assemble.shard_recipes import RecipeRequest, searched_recipes
+from pipefit.plan.assemble.shard_recipes import RecipeRequest, recipe_chains, searched_recipes
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import Sharding
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job
+from pipefit.shard.chain import ChainSearch
 
 FIXED_PROGRAMS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
 """Programs that are written for any layer, without a search."""
@@ -109,6 +110,7 @@ def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: i
     if cutter.fleet.is_mixed or cutter.fleet.context_parts > 1:
         return {}
     lanes_of_set: dict[str, list[int]] = {}
+    chains: ChainSearch | None = None
     layers = len(programs.modules[cutter.module].layers)
     lanes = min(layers, network.devices // (size * constraints.replica_count))
     while lanes >= 1:
@@ -121,9 +123,9 @@ def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: i
         )
         key = (job, request)
         if key not in cutter.recipe_names:
-            module = programs.modules[cutter.module]
+            chains = chains or recipe_chains(programs.model, network, cutter.layers, job, request)
             try:
-                recipes = searched_recipes(programs.model, module, network, cutter.layers, job, request)
+                recipes = searched_recipes(chains, programs.modules[cutter.module], request)
             except PlanError:
                 return {}
             cutter.recipe_names[key] = programs.add_recipes(recipes)

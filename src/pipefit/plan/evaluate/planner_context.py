@@ -23,7 +23,7 @@ from pipefit.plan.assemble.module_parts import module_parameters
 from pipefit.plan.assemble.order import computed_schedule, find_frozen_stages, lower_for_plan, make_schedule_plan
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
 from pipefit.plan.assemble.shard_programs import ProgramCache
-from pipefit.plan.assemble.shard_recipes import RecipeRequest, request_from_config, searched_recipes
+from pipefit.plan.assemble.shard_recipes import RecipeRequest, recipe_chains, request_from_config, searched_recipes
 from pipefit.plan.assemble.structure import make_edges, make_groups, make_stages
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.cutting.refine import refine_cuts
@@ -123,9 +123,8 @@ class PlannerContext:
         if self._searched_for == (job, asked):
             return
         self._searched_for = (job, asked)
-        self.programs = ProgramCache(
-            self.model, searched_recipes(self.model, self.only_module, self.network, self.layers, job, asked)
-        )
+        chains = recipe_chains(self.model, self.network, self.layers, job, asked)
+        self.programs = ProgramCache(self.model, searched_recipes(chains, self.only_module, asked))
         self._cutters.clear()  # they hold the previous programs
 
     def split_sequences(self, parts: int) -> PlannerContext:
