@@ -9,7 +9,7 @@ one kind and of several.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
 from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
-from pipefit.optimizers.sharded_state import shards_gradients
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.bounds.step_bounds import min_in_flight
@@ -53,6 +52,8 @@ class LowerBounds:
         "`id` of a grid's counts -> a key by which counts are compared; the grid is kept so that the `id` stays unique."
         self._flights: dict[object, Array] = {}
         self.traffic = TrafficBounds(cutter, job)
+        self._traffic: dict[object, tuple[CandidateGrid, list[list[ModuleTraffic]]]] = {}
+        "Collectives by the layout of a grid; the grid is kept so that the `id` in the key stays unique."
         self._near: dict[tuple[frozenset[Pair], Recompute, ShardProgram], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
         "Rows of slices; the stage is kept alive because the key holds its `id`."
@@ -249,7 +250,7 @@ class LowerBounds:
 
     def guesses_s(self, floor: GridBounds) -> Array:
         """Return estimates of the steps (`plan/bounds/estimates.py`): [grid, schedule, microbatches, recomputation,
-        sharded state]."""
+        sharded state, inner]."""
         parts = floor.turns * floor.slices
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / parts
         f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
@@ -259,47 +260,56 @@ class LowerBounds:
             for which, name in enumerate(floor.panels[0].names)
         ]
         filled_s, lack = fill_lanes(floor, self._memory_demand(floor))
-        traffic_s = self._forward_state_s(floor) + self._backward_state_s(floor)
-        traffic_s -= (floor.lane_forward_s + floor.lane_backward_s)[:, None, ..., None]
-        spent_s = floor.count[:, :, None] * (filled_s + traffic_s)
-        guess: Array = (spent_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
+        more_s = self._lane_state_s(floor) - (floor.lane_forward_s + floor.lane_backward_s)[..., None, None]
+        spent_s = floor.count[..., None, None] * (filled_s[..., None] + more_s[:, None])
+        guess: Array = (spent_s + np.stack(idle, axis=1)[..., None, None]) * (1 + OVER * lack[..., None])
         return guess
 
     def state_bounds_s(self, floor: GridBounds) -> Array:
         """Return `bound_s` with the collectives of ZeRO-2 and ZeRO-3: [grid, microbatches, recomputation, sharded
-        state].
+        state, inner].
 
         All lanes together compute all layers and run all of these collectives, of which they hide at most all of the
         shorter part. The busiest lane has an equal part. Lanes of several classes keep `bound_s`.
         """
-        least = self.bound_s(floor)[..., None]
-        if not floor.is_uniform or not any(map(shards_gradients, floor.panels[0].sharded_state)):
-            return np.broadcast_to(least, (*least.shape[:-1], len(floor.panels[0].sharded_state)))
-        spent_s = self._forward_state_s(floor)[:, 0] + self._backward_state_s(floor)[:, 0]
-        return np.maximum(least, floor.count[:, :, None] * spent_s)
+        least = self.bound_s(floor)[..., None, None]
+        if not floor.is_uniform:
+            return np.broadcast_to(least, (*least.shape[:3], *floor.panels[0].grid_shape[2:]))
+        return np.maximum(least, floor.count[..., None, None] * self._lane_state_s(floor))
 
-    def _forward_state_s(self, floor: GridBounds) -> Array:
-        """Return the forward seconds of the busiest lane per microbatch with the gathers of sharded parameters: [grid,
-        1, microbatches, recomputation, sharded state]."""
-        return self._with_traffic(floor, floor.lane_forward_s, lambda traffic: traffic.gather_s)
+    def _lane_state_s(self, floor: GridBounds) -> Array:
+        """Return the seconds of the busiest lane per microbatch with an equal part of the collectives of ZeRO-2 and
+        ZeRO-3, which every slice repeats; axes as in `state_bounds_s`."""
+        figures = np.array([self._panel_traffic(panel) for panel in floor.panels])[:, None, None]
+        lanes, slices = floor.lane_count[..., None, None], floor.slices[..., None, None]
+        gather_s, reduce_s, overlap = np.moveaxis(figures, -1, 0)
+        gather_s, reduce_s = gather_s / lanes * slices, reduce_s / lanes * slices
+        forward_s, backward_s = floor.lane_forward_s[..., None, None], floor.lane_backward_s[..., None, None]
+        spent_s: Array = hidden_s(forward_s, gather_s, overlap) + hidden_s(backward_s, gather_s + reduce_s, overlap)
+        return spent_s
 
-    def _backward_state_s(self, floor: GridBounds) -> Array:
-        """Return the backward seconds, with the sums of gradients as well; axes as in `_forward_state_s`."""
-        return self._with_traffic(floor, floor.lane_backward_s, lambda traffic: traffic.gather_s + traffic.reduce_s)
-
-    def _with_traffic(
-        self, floor: GridBounds, computed_s: Array, collected_s: Callable[[ModuleTraffic], float]
-    ) -> Array:
-        """Return the seconds of computation with an equal part of these collectives, repeated for every slice."""
-        states, slices = floor.panels[0].sharded_state, floor.slices
-        spent_s = np.repeat(computed_s[..., None], len(states), axis=-1)
-        for index, panel in enumerate(floor.panels):
-            for which, state in enumerate(states):
-                if shards_gradients(state):
-                    traffic = self.traffic.module_traffic(replace(panel.decisions_at(0), sharded_state=state))
-                    seconds = collected_s(traffic) / panel.lanes * slices
-                    spent_s[index, ..., which] = hidden_s(computed_s[index], seconds, traffic.overlap)
-        return spent_s[:, None]
+    def _panel_traffic(self, panel: CandidateGrid) -> list[list[ModuleTraffic]]:
+        """Return the collectives of the candidates of a grid: [sharded state][inner]."""
+        pattern = None if panel.pattern is None else id(panel)
+        key = (
+            panel.replica_count,
+            panel.context,
+            panel.program,
+            panel.lanes,
+            panel.inner,
+            panel.sharded_state,
+            pattern,
+        )
+        if key not in self._traffic:
+            layouts = [panel.decisions_at(inner) for inner in range(len(panel.inner))]
+            self._traffic[key] = (
+                panel,
+                [
+                    [self.traffic.module_traffic(replace(layout, sharded_state=state)) for layout in layouts]
+                    for state in panel.sharded_state
+                ],
+            )
+        return self._traffic[key][1]
 
     def _memory_demand(self, floor: GridBounds) -> Array:
         """Return the bytes of all layers, with every lane as full as the fullest.

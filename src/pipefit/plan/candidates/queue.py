@@ -61,8 +61,8 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
         live_keys, live_bounds = keys, bounds
         if needs is not None:
             excess = np.where((needs > FULL).all(axis=1), np.inf, 0.0)
-            live_keys, live_bounds = keys + excess, live_bounds + excess
-        least = zip(live_keys.min(axis=(1, 2, 3)).tolist(), live_bounds.min(axis=(1, 2, 3)).tolist(), strict=True)
+            live_keys, live_bounds = keys + excess[..., None], live_bounds + excess[..., None]
+        least = zip(live_keys.min(axis=(1, 2, 3, 4)).tolist(), live_bounds.min(axis=(1, 2, 3, 4)).tolist(), strict=True)
         for batch_index, (index, both) in enumerate(zip(places, least, strict=True)):
             grid_guesses = None if guesses is None else guesses[batch_index]
             grid_needs = None if needs is None else needs[batch_index]
@@ -75,7 +75,7 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
 class CandidateQueue:
     """The candidates of a grid that have not been built yet, the most promising first.
 
-    `keys` [microbatches, recomputation, sharded state] define the order, `bounds` are lower bounds of the step;
+    `keys` [microbatches, recomputation, sharded state, inner] define the order, `bounds` bound the step from below;
     `needs` [schedule, microbatches, recomputation, sharded state] are lower bounds of the memory, as fractions: no cut
     of a candidate above 1 fits, and it is ruled out. `least` holds the smallest key and the smallest bound of the
     remaining ones. Sorting waits until the first candidate is requested: most grids never get that far.
@@ -111,7 +111,7 @@ class CandidateQueue:
         if self._needs is None:
             return None
         able = np.array([[units >= least for units in self.panel.unit_counts] for least in self.panel.least])
-        bounds = np.broadcast_to(self._figures[1], self._needs.shape[1:])
+        bounds = np.broadcast_to(self._figures[1][..., 0], self._needs.shape[1:])
         listed = (self._needs > FULL) & able[:, :, None, None] & (bounds < below_s)
         if not listed.any():
             return None
