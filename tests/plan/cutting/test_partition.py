@@ -64,6 +64,7 @@ def test_the_memory_test_is_exact(problem: tuple[list[list[int]], list[list[int]
             backward_s=zero,
             input_s=zero,
             saved_bytes=zero,
+            pending_bytes=zero,
             static_bytes=np.array(row, dtype=float),
             passing_bytes=0.0,
             limit_bytes=float(limit),

@@ -22,19 +22,25 @@ PERIODS = 4
 
 
 def in_flight_bytes(
-    schedule: str, placement: Sequence[int], microbatches: int, saved_bytes: Sequence[float]
+    schedule: str,
+    placement: Sequence[int],
+    microbatches: int,
+    saved_bytes: Sequence[float],
+    pending_bytes: Sequence[float] = (),
 ) -> list[float]:
-    """Return the peak bytes that each lane keeps for backward passes, with `saved_bytes` per microbatch on each stage.
+    """Return the peak bytes that each lane keeps for backward passes. Each stage keeps `saved_bytes` per microbatch
+    from F to B or I, and `pending_bytes` from I to W (nothing by default).
 
-    Memory kept by a postponed W is not counted. Zero if the schedule cannot be built; building it raises the error.
+    Zero if the schedule cannot be built; building it raises the error.
     """
     lanes = max(placement) + 1
-    peaks = in_flight_peaks(FAMILIES[schedule], tuple(placement), min(microbatches, PERIODS * lanes))
+    peaks = _order_peaks(FAMILIES[schedule], tuple(placement), min(microbatches, PERIODS * lanes))
     if peaks is None:
         return [0.0] * lanes
-    saved = np.asarray(saved_bytes)
+    kept = np.stack([np.asarray(saved_bytes), np.asarray(pending_bytes or np.zeros(len(placement)))])
     return [
-        float((counts * saved[np.asarray(placement) == lane]).sum(axis=1).max()) for lane, counts in enumerate(peaks)
+        float((counts * kept[:, np.asarray(placement) == lane].ravel()).sum(axis=1).max())
+        for lane, counts in enumerate(peaks)
     ]
 
 
@@ -51,30 +57,40 @@ def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[floa
     return [max(lane, key=lambda need: need[0] / need[1]) for lane in zip(*kinds, strict=True)]
 
 
-@lru_cache(maxsize=4096)
 def in_flight_peaks(family: ScheduleFamily, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
     """Return, for each lane, the maximal counts of microbatches held at one time, [moment, stage of the lane].
 
     At every other moment no stage holds more than in one of these rows. None if the schedule cannot be built.
     """
+    peaks = _order_peaks(family, placement, microbatches)
+    return None if peaks is None else tuple(_maximal_rows(rows[:, : rows.shape[1] // 2]) for rows in peaks)
+
+
+@lru_cache(maxsize=4096)
+def _order_peaks(family: ScheduleFamily, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
+    """Return `in_flight_peaks` with a second column for each stage of a lane: microbatches between I and W."""
     try:
         order = family(ScheduleProblem(placement=placement, microbatches=microbatches))
     except ScheduleError:
         return None
     peaks = []
     for lane, actions in enumerate(order.lanes):
-        column = {
-            stage: index
-            for index, stage in enumerate(s for s, stage_lane in enumerate(placement) if stage_lane == lane)
-        }
-        held = [0] * len(column)
+        stages = [stage for stage, stage_lane in enumerate(placement) if stage_lane == lane]
+        column, count = {stage: index for index, stage in enumerate(stages)}, len(stages)
+        held = [0] * (2 * count)
         seen = {tuple(held)}
         for action in actions:
+            place = column[action.stage]
             if action.kind == "F":
-                held[column[action.stage]] += 1
+                held[place] += 1
                 seen.add(tuple(held))
-            elif action.kind in ("B", "I"):
-                held[column[action.stage]] -= 1
+            elif action.kind == "W":
+                held[count + place] -= 1
+            else:
+                held[place] -= 1
+                if action.kind == "I":
+                    held[count + place] += 1
+                    seen.add(tuple(held))
         peaks.append(_maximal_rows(np.array(sorted(seen), dtype=np.int64)))
     return tuple(peaks)
 

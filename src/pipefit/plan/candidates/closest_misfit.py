@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -64,3 +64,19 @@ def least_missing_bytes(cutter: LayerCutter, job: Job, decisions: ParallelConfig
 @lru_cache(maxsize=65536)
 def _fewest_in_flight(schedule: str, placement: tuple[int, ...], microbatches: int) -> int:
     return min(min_in_flight(schedule, placement, microbatches))
+
+
+def leanest_misfits(
+    cutter: LayerCutter, job: Job, unfit: Iterable[tuple[float, ParallelConfig]], most: int
+) -> Iterator[InfeasiblePlan]:
+    """Yield the leanest of these infeasible candidates, each with its bound, for every pair of replicas and stages; at
+    most `most`."""
+    leanest: dict[tuple[int, int], tuple[float, float, ParallelConfig]] = {}
+    for bound_s, decisions in unfit:
+        grid = (len(decisions.replicas), decisions.stage_count)
+        need = cutter.least_bytes(job, decisions)
+        if grid not in leanest or need < leanest[grid][0]:
+            leanest[grid] = (need, bound_s, decisions)
+    for _, bound_s, decisions in list(leanest.values())[:most]:
+        cut = cutter.cut_layers(job, decisions) or cutter.leanest_cut(job, decisions)
+        yield misfit_of(bound_s, decisions, cut)

@@ -287,6 +287,7 @@ class LayerCutter:
             backward_s=np.array([cost.least_backward_s for cost in costs]),
             input_s=np.array([cost.input_s for cost in costs]),
             saved_bytes=np.array([cost.saved_bytes for cost in costs]),
+            pending_bytes=np.array([cost.pending_bytes for cost in costs]),
             static_bytes=np.zeros(len(costs)),
             passing_bytes=passing_bytes(costs),
             limit_bytes=min(limits.values()),

@@ -45,6 +45,8 @@ class LayerCut:
     "Static memory of each lane, workspace included."
     saved_bytes: tuple[float, ...]
     "Memory that one microbatch keeps on each stage."
+    pending_bytes: tuple[float, ...]
+    "Memory that one microbatch keeps on each stage from I to W; zero if device kinds hold different amounts."
 
     @property
     def fullest_lane(self) -> int:
@@ -117,10 +119,11 @@ def measure_cut(
     bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]
 ) -> LayerCut:
     runs = list(pairwise(bounds))
-    saved, stays, forward, backward = (
+    saved, pending, stays, forward, backward = (
         _stage_sums(bounds, rows, value)
         for value in (
             lambda row: row.saved_bytes,
+            lambda row: row.pending_bytes,
             lambda row: row.static_bytes,
             lambda row: row.forward_s,
             lambda row: row.backward_s,
@@ -152,6 +155,7 @@ def measure_cut(
         needs=tuple(needs),
         static_bytes=tuple(static),
         saved_bytes=tuple(saved),
+        pending_bytes=(0.0,) * len(rows) if any(row.kinds for row in rows) else tuple(pending),
     )
 
 

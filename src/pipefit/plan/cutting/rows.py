@@ -50,6 +50,8 @@ class LayerRow:
     input_s: Array
     "The part of `backward_s` spent in I."
     saved_bytes: Array
+    pending_bytes: Array
+    "Kept from I to W."
     static_bytes: Array
     "Parameters, gradients and optimizer state; a shared parameter counts at its first layer."
     passing_bytes: float

@@ -43,6 +43,8 @@ class FittingBudget:
     "A layout gets a fitted order if its family's step is at most this fraction longer than the best one."
     recut_placements: int = 3
     "Placements whose best plan is cut again if `schedule=fit` is constrained."
+    recut_actions: int = 100_000
+    "Actions of a layout above which its layers are not cut again: it takes as long as a simulation."
     bounded_layouts: int = 10
     "Layouts whose bounds are computed."
     layouts: int = 4
@@ -77,10 +79,11 @@ def best_plans(
     constraints: Constraints = NO_CONSTRAINTS,
     top: int = 5,
     layouts: int = FITTING_BUDGET.layouts,
+    first: SearchResult | None = None,
 ) -> SearchResult:
-    """Return the result of the search, with the fitted orders that beat it. With `schedule=fit`, all plans are named
-    so."""
-    first = search_plans(context, job, constraints, top)
+    """Return the result of the search (`first`, if it is known), with the fitted orders that beat it. With
+    `schedule=fit`, all plans are named so."""
+    first = first or search_plans(context, job, constraints, top)
     recut = _recut_best(context, job, constraints, first, min(layouts, FITTING_BUDGET.recut_placements))
     resliced = reslice_best(context, job, constraints, recut)
     pinned = constraints.schedule == FIT
@@ -131,10 +134,13 @@ def _recut_best(
     """
     if constraints.cuts is not None:
         return found
+    limit = FITTING_BUDGET.recut_actions
     seen: set[tuple[int, ...]] = set()
     fitting = list(found.fitting)
     for index, plan in enumerate(found.fitting):
         if (placement := plan.decisions.lane_of_stage) in seen or len(seen) >= most:
+            continue
+        if _least_actions(plan.decisions) > limit:
             continue
         seen.add(placement)
         fitting[index] = _refine_cuts(context, job, plan)

@@ -29,7 +29,7 @@ from pipefit.plan.bounds.estimates import sliced_guess_s
 from pipefit.plan.bounds.in_flight import PERIODS, in_flight_bytes, order_needs
 from pipefit.plan.bounds.sliced_bounds import sliced_bound_s
 from pipefit.plan.bounds.step_bounds import chain_bound_s
-from pipefit.plan.candidates.closest_misfit import find_closest, misfit_of
+from pipefit.plan.candidates.closest_misfit import find_closest, leanest_misfits, misfit_of
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.candidates.queue import CandidateQueue, SearchCandidate, build_queues
@@ -108,7 +108,7 @@ class LayoutSearch:
         self.seen: set[ParallelConfig] = set()
         "Candidates that were evaluated, before their cuts."
         self.simulated = 0
-        self.spent = 0
+        self.spent = 0.0
 
     def run(self, space: list[CandidateGrid]) -> SearchResult:
         """Search plans without slices, then plans with slices, which have to beat the former."""
@@ -167,7 +167,7 @@ class LayoutSearch:
         Returns (smallest bound, smallest bound of the remaining candidates). After each improvement there is at least
         `more` to spend. A `patient` search exceeds the budget until something fits, up to `infeasible_actions`.
         """
-        self.spent = 0
+        self.spent = 0.0
         queues = build_queues(self.floors, space)
         self.queues += queues
         items: list[CandidateQueue | SearchCandidate] = [queue for queue in queues if not queue.is_empty]
@@ -185,9 +185,25 @@ class LayoutSearch:
             else:
                 self._advance_entry(items, index, heap)
             if self.fitting[:1] != best:
-                until, best = max(until, self.spent + self.share * more), self.fitting[:1]
-        self.left += [items[index] for _, index in heap]
+                again = more if best else max(more, self.budget.first_fit_actions)
+                until, best = max(until, self.spent + self.share * again), self.fitting[:1]
+        waiting = [items[index] for _, index in heap]
+        self._finish_estimates(waiting)
+        self.left += [item for item in waiting if item.bound_s < float("inf")]
         return lower_bound_s, min((entry.bound_s for entry in self.left), default=float("inf"))
+
+    def _finish_estimates(self, waiting: Sequence[CandidateQueue | SearchCandidate]) -> None:
+        """Simulate the candidates whose estimates would win, the fastest first, until one fits: the budget ended before
+        they were simulated."""
+        estimated = [item for item in waiting if isinstance(item, SearchCandidate) and item.is_estimated]
+        best = self.fitting[:1]
+        for candidate in sorted(estimated, key=lambda candidate: candidate.guess_s):
+            if self.fitting[:1] != best or (best and self._cannot_win(candidate)):
+                return
+            again: float | None = candidate.bound_s
+            while again is not None and candidate.is_estimated:
+                again = self.raise_level(candidate, again)
+            candidate.bound_s = float("inf") if again is None else again
 
     def _cannot_win(self, item: CandidateQueue | SearchCandidate) -> bool:
         """Return whether a bound, or a simulation of the first microbatches, exceeds the best step."""
@@ -229,13 +245,8 @@ class LayoutSearch:
             best: EvaluatedPlan | None = start
             until = self.simulated + self.budget.rearranging_simulations
             while best is not None and self.simulated < until:
-                best = next(
-                    filter(
-                        None,
-                        map(partial(self._simulate_if_faster, best.step_s), self._unseen_neighbours(best.decisions)),
-                    ),
-                    None,
-                )
+                faster = map(partial(self._simulate_if_faster, best.step_s), self._unseen_neighbours(best.decisions))
+                best = next(filter(None, faster), None)
 
     def _unseen_neighbours(self, decisions: ParallelConfig) -> Iterator[ParallelConfig]:
         near = rearrange_kinds(self.context.layer_cutter, self.job, decisions, self.constraints)
@@ -261,7 +272,7 @@ class LayoutSearch:
         heap = [(item.bound_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until = self.simulated + self.budget.alternative_simulations
-        self.spent = int(0.75 * self.share * self.budget.order_actions)
+        self.spent = 0.75 * self.share * self.budget.order_actions
         while heap and self.fitting and self.simulated < until and self.spent <= self.share * self.budget.order_actions:
             bound_s, index = heapq.heappop(heap)
             if len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s:
@@ -288,16 +299,10 @@ class LayoutSearch:
                 bound_s, _, decisions = known[closest[0]]
                 yield misfit_of(bound_s, decisions, closest[1])
             return
-        leanest: dict[tuple[int, int], tuple[float, float, ParallelConfig]] = {}
-        for bound_s, _, decisions in heapq.nsmallest(64 * self.budget.exact_misfits, unfit):
-            grid = (len(decisions.replicas), decisions.stage_count)
-            need = cutter.least_bytes(self.job, decisions)
-            if grid not in leanest or need < leanest[grid][0]:
-                leanest[grid] = (need, bound_s, decisions)
-        for _, bound_s, decisions in list(leanest.values())[: self.budget.exact_misfits]:
-            yield misfit_of(
-                bound_s, decisions, cutter.cut_layers(self.job, decisions) or cutter.leanest_cut(self.job, decisions)
-            )
+        fastest = (
+            (bound_s, decisions) for bound_s, _, decisions in heapq.nsmallest(64 * self.budget.exact_misfits, unfit)
+        )
+        yield from leanest_misfits(cutter, self.job, fastest, self.budget.exact_misfits)
 
     def _unseen_candidates(self) -> Iterator[tuple[float, int, ParallelConfig]]:
         """Yield the remaining candidates, with a bound."""
@@ -356,7 +361,7 @@ class LayoutSearch:
         return bound_s
 
     def _cut_candidate(self, candidate: SearchCandidate, bound_s: float) -> float | None:
-        self.spent += self.budget.actions_per_cut_stage * candidate.decisions.stage_count
+        self.spent += self.budget.cut_actions(candidate.decisions.stage_count)
         cut = self.context.layer_cutter.cut_layers(self.job, candidate.decisions)
         if cut is None or not cut.may_fit:
             self.unfit.append((bound_s, len(self.unfit), candidate.decisions))
@@ -366,10 +371,10 @@ class LayoutSearch:
     def _lane_memory(self, decisions: ParallelConfig, cut: LayerCut) -> list[float]:
         """Return the minimum memory of every lane with this cut, by the activations the schedule's own order holds."""
         fused = family_facts(decisions.schedule).fused
-        if decisions.slices or fused or self._has_long_steady_state(decisions):
+        if decisions.slices or fused:
             return list(cut.floor_bytes)
         lanes, count = decisions.lane_of_stage, decisions.microbatches
-        held = in_flight_bytes(decisions.schedule, lanes, count, cut.saved_bytes)
+        held = in_flight_bytes(decisions.schedule, lanes, count, cut.saved_bytes, cut.pending_bytes)
         return [stays + activations for stays, activations in zip(cut.static_bytes, held, strict=True)]
 
     def _apply_cut(self, candidate: SearchCandidate, cut: LayerCut, bound_s: float) -> float:

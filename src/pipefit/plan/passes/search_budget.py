@@ -27,9 +27,13 @@ class SearchBudget:
     "Part of the work that a search on several device kinds spends. Such a search lists more candidates."
     infeasible_actions: int = 200_000
     "Work after which a search without any fitting plan stops."
-    actions_per_table_device: int = 1
+    first_fit_actions: int = 50_000
+    "Work after the first plan that fits, which often comes late and is seldom the best."
+    actions_per_table_device: float = 4.0
     "Work of one device of a cost table."
-    actions_per_cut_stage: int = 1
+    actions_per_cut: float = 8.0
+    "Work of a cut, whatever its stages."
+    actions_per_cut_stage: float = 0.5
     "Work of one stage of a cut."
     order_fraction: int = 4
     "An order alone costs one over this of an order and its simulation."
@@ -48,3 +52,7 @@ class SearchBudget:
     simulated."""
     estimate_margin: float = 0.005
     "Candidates with an estimate above the best step by this fraction are not simulated."
+
+    def cut_actions(self, stages: int) -> float:
+        """Return the work of a cut into this many stages."""
+        return self.actions_per_cut + self.actions_per_cut_stage * stages

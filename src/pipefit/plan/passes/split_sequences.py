@@ -42,8 +42,8 @@ def search_contexts(
     """Return the search result with the plans of all sizes of the context axis that were tried.
 
     Nothing is tried if the size is fixed, if the model or the constraints exclude the axis, on unlike devices, or if
-    the best plan is near the lower bound. If a size wins, it is searched again like all other layouts, with fitted
-    orders. The planner context is left at the best size.
+    the best plan is near the lower bound. If a size wins, its plans get better cuts and fitted orders, like all other
+    layouts. The planner context is left at the best size.
     """
     tried: dict[int, SearchResult] = {}
     best = found
@@ -58,7 +58,9 @@ def search_contexts(
     parts = _best_size(best)
     context.split_sequences(constraints.context or parts)
     if parts in tried:
-        exact = best_plans(context, job, fix_context(constraints, parts), top)
+        of_size = [plan for plan in tried[parts].fitting if plan.decisions.context == parts]
+        first = replace(tried[parts], fitting=tuple(of_size))
+        exact = best_plans(context, job, fix_context(constraints, parts), top, first=first)
         tried[parts] = replace(exact, fitting=(*exact.fitting, *tried[parts].fitting))
     return reduce(_merge_results, tried.values(), found)
 
