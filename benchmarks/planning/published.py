@@ -3,8 +3,9 @@
 Every row of `benchmarks/data/published_configurations.json` becomes a model, a cluster, a job and the `--fix` options
 of its degrees. The pinned plan is made twice; the processor time of the second call counts, because the first one may
 compile. Then the free plan of the same request is made, once for all rows that share it. A run passes if every pinned
-plan, or its refusal, takes at most 2 s, and no pinned step is shorter than the free one by more than 0.5 %. Rows that
-cannot be expressed are listed with the missing axis; free plans that were not made are listed as skipped.
+plan, or its refusal, takes at most 2 s, no pinned step is shorter than the free one by more than 0.5 %, and no plan
+fails an assertion. Rows that cannot be expressed are listed with the missing axis; free plans that were not made are
+listed as skipped.
 
     python -m benchmarks.planning.published [--quick] [--only sc21] [--max-devices N] [--json PATH]
 """
@@ -15,6 +16,7 @@ import re
 import signal
 import tempfile
 import time
+import traceback
 import warnings
 from argparse import Namespace
 from collections import Counter
@@ -132,7 +134,7 @@ def measure_all(arguments: Namespace) -> Outcome:
                 results.append(earlier[row.name])
     verdicts = judge_rows(results)
     print_verdicts(verdicts)
-    passed = not verdicts["slow"] and not verdicts["faster than free"]
+    passed = not any(verdicts[title] for title in ("slow", "faster than free", "crashed"))
     return Outcome({"limit_s": LIMIT_S, "margin": MARGIN, "verdicts": verdicts, "rows": results}, passed)
 
 
@@ -225,6 +227,9 @@ def time_plan(make: Callable[[], Plan], limit_s: float) -> dict[str, Any]:
         outcome = {"outcome": "does not fit", "missing": missing[1] if missing else "", "error": error.full_text()}
     except PipefitError as error:
         outcome = {"outcome": "refused", "error": error.full_text()}
+    except AssertionError as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        outcome = {"outcome": "crashed", "error": f"assertion in {place.name}, line {place.lineno}: {place.line}"}
     return {**outcome, "cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s}
 
 
@@ -261,6 +266,7 @@ def judge_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "slow": [row["row"] for row in asked if row["pinned_cpu_s"] > LIMIT_S],
         "faster than free": [row["row"] for row in asked if is_beaten(row)],
         "does not fit": [row["row"] for row in asked if row["outcome"] == "does not fit"],
+        "crashed": [row["row"] for row in asked if "crashed" in (row["outcome"], row["free_outcome"])],
         "compared": sum(row.get("ratio") is not None for row in asked),
         "not expressible": lacking,
     }
@@ -301,7 +307,7 @@ def print_verdicts(verdicts: Mapping[str, Any]) -> None:
     """Print the lists of rows that miss a target."""
     print(", ".join(f"{outcome}: {count}" for outcome, count in verdicts["outcomes"].items()))
     print(f"free plans compared: {verdicts['compared']}")
-    for title in ("slow", "faster than free", "does not fit"):
+    for title in ("slow", "faster than free", "does not fit", "crashed"):
         print(f"{title} ({len(verdicts[title])}): {', '.join(verdicts[title])}")
     for axis, names in verdicts["not expressible"].items():
         print(f"lack {axis} ({len(names)}): {', '.join(names)}")

@@ -20,6 +20,7 @@ from benchmarks.planning.published import (
     is_beaten,
     judge_rows,
     limit_time,
+    time_plan,
 )
 from benchmarks.planning.published_rows import (
     PublishedRow,
@@ -35,6 +36,7 @@ from pipefit.cluster.topology import device_count
 from pipefit.errors import ClusterError, ModelError, PlanError
 from pipefit.model.registry import resolve_model
 from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.types import Plan
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = read_published()
@@ -153,6 +155,16 @@ def test_a_plan_stops_at_its_limit() -> None:
     with pytest.raises(OutOfTimeError), limit_time(0.05):
         while True:
             pass
+
+
+def test_a_crash_is_an_outcome() -> None:
+    def make_nothing() -> Plan:
+        raise AssertionError
+
+    timed = time_plan(make_nothing, 1.0)
+    assert timed["outcome"] == "crashed" and "make_nothing" in timed["error"]
+    row = {"row": "a", "outcome": "planned", "free_outcome": "crashed", "ratio": None, "pinned_cpu_s": 0.1}
+    assert judge_rows([row])["crashed"] == ["a"]
 
 
 def test_rows_of_one_request_share_their_free_plan() -> None:
