@@ -106,6 +106,28 @@ def test_within_a_memory_limit_it_is_the_best_that_fits(family: str) -> None:
     assert simulation.timeline.makespan_s <= 1.05 * min(fitting)
 
 
+@pytest.mark.parametrize(("lanes", "turns", "blocks", "vocabulary"), [(3, 3, 21, 64_000), (2, 3, 17, 32_000)])
+def test_lanes_of_several_stages_fit_if_their_leanest_cut_does(
+    lanes: int, turns: int, blocks: int, vocabulary: int
+) -> None:
+    """Between the memory of the leanest cut and that of the fastest, the cut that is chosen fits."""
+    opened, placement = model(blocks, vocabulary), tuple(range(lanes)) * turns
+    chosen = ParallelConfig(
+        stages=lanes * turns,
+        placement=placement,
+        schedule="interleaved-1f1b",
+        microbatches=16,
+        recompute=("selective",),
+    )
+    cutter = PlannerContext(opened, cluster(lanes)).layer_cutter
+    leanest, fastest = cutter.leanest_cut(JOB, chosen), cutter.cut_layers(JOB, chosen)
+    assert fastest is not None and max(fastest.floor_bytes) > 1.02 * max(leanest.floor_bytes)
+    for part in (0.001, 0.1, 0.3, 0.5, 0.7, 0.9):
+        limit = int(max(leanest.floor_bytes) + part * (max(fastest.floor_bytes) - max(leanest.floor_bytes)))
+        cut = PlannerContext(opened, cluster(lanes, limit)).layer_cutter.cut_layers(JOB, chosen)
+        assert cut is not None and cut.may_fit, part
+
+
 def test_the_planners_plan_is_cut_so_too() -> None:
     every = every_cut("v-half", 2, 8, 128_256)
     constraints = Constraints(schedule="v-half", stages=4, replicas=(1,), microbatches=16, recompute=("none",))

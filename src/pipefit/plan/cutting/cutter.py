@@ -22,8 +22,14 @@ from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
 from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares, sharded_elements
 from pipefit.plan.assemble.structure import make_groups
-from pipefit.plan.cutting.layer_cut import LayerCut, best_cut, lanes_in_flight, measure_cut, stages_in_flight
-from pipefit.plan.cutting.partition import partition_layers
+from pipefit.plan.cutting.layer_cut import (
+    LayerCut,
+    best_cut,
+    lanes_in_flight,
+    leanest_bounds,
+    measure_cut,
+    stages_in_flight,
+)
 from pipefit.plan.cutting.rows import (
     LayerRow,
     kind_rows,
@@ -92,15 +98,8 @@ class LayerCutter:
         """Return the cut whose fullest stage needs the least memory, even if it does not fit."""
         rows, placement = self.stage_rows(job, decisions), decisions.lane_of_stage
         held = lanes_in_flight(decisions)
-        layers = len(rows[0].forward_s)
-        bounds: tuple[int, ...] | None = (0, *decisions.cuts, layers)
-        if not decisions.cuts:
-            flights = stages_in_flight(held, placement)
-            row_flights = zip(rows, flights, strict=True)
-            bounds = partition_layers(
-                np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in row_flights])
-            )
-        assert bounds is not None, "without limits some cut always exists"
+        fixed = (0, *decisions.cuts, len(rows[0].forward_s))
+        bounds = fixed if decisions.cuts else leanest_bounds(rows, held, placement)
         return measure_cut(bounds, rows, held, placement)
 
     def least_bytes(self, job: Job, decisions: ParallelConfig) -> float:

@@ -108,11 +108,22 @@ def best_cut(
     cut = measure_cut(bounds, rows, held, placement)
     if max(turns) == 1:
         return cut
+    if not cut.may_fit:  # the limits of stages leave open how full the stages of one lane are together
+        lean = measure_cut(leanest_bounds(rows, held, placement), rows, held, placement)
+        cut = lean if lean.may_fit else cut
     even = balance_lanes(times, placement)
     if lane_times(times, even, placement).max() >= lane_times(times, bounds, placement).max():
         return cut
     balanced = measure_cut(even, rows, held, placement)
     return balanced if balanced.may_fit else cut
+
+
+def leanest_bounds(rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]) -> tuple[int, ...]:
+    """Return the boundaries (0, cut, ..., layers) with which the fullest stage needs the least memory."""
+    flights = zip(rows, stages_in_flight(held, placement), strict=True)
+    bounds = partition_layers(np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in flights]))
+    assert bounds is not None, "without limits some cut always exists"
+    return bounds
 
 
 def measure_cut(
