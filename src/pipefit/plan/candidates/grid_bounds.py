@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
-from pipefit.cost.pipeline.rings import axis_rings
+from pipefit.cost.pipeline.rings import axis_rings, divide_rings
 from pipefit.cost.portable import whole_power
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
@@ -72,7 +72,7 @@ class LowerBounds:
         stacks = [self._lane_stack(panel) for panel in space]
         alike: dict[object, list[int]] = {}
         for index, (panel, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
-            key = (id(stack), panel.names, panel.sharded_state, panel.slices, panel.program)
+            key = (id(stack), panel.names, panel.sharded_state, panel.state_group, panel.slices, panel.program)
             alike.setdefault(key, []).append(index)
         for places in alike.values():
             lanes = [stacks[index][1] for index in places]
@@ -88,7 +88,9 @@ class LowerBounds:
         static = [
             [
                 [
-                    self._layer_static_bytes(state_share(state, shares * panel.context), panel)
+                    self._layer_static_bytes(
+                        state_share(state, (1,) * panel.state_group or shares * panel.context), panel
+                    )
                     for state in panel.sharded_state
                 ]
             ]
@@ -292,10 +294,13 @@ class LowerBounds:
             decisions.inner,
             decisions.devices,
             state,
+            decisions.state_group,
         )
         if key not in self._traffic:
             elements = self.cutter.sharded_elements(*panel.program) / panel.lanes
-            rings = axis_rings(make_groups(decisions)[0].to_mesh(), "replica", "context")
+            rings = divide_rings(
+                axis_rings(make_groups(decisions)[0].to_mesh(), "replica", "context"), decisions.state_group
+            )
             network, precision = self.cutter.network, self.job.precision
             gathered = elements * COMPUTE_BYTES[precision] if state == "parameters" else 0.0
             self._traffic[key] = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
-from pipefit.optimizers.sharded_state import searched_states, state_choices
+from pipefit.optimizers.sharded_state import ShardedState, searched_states, state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS, ShardChoice, shard_choices
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
@@ -116,6 +116,9 @@ def _build_grid(
     counts = grid.counts
     if not recompute_choices or not counts:
         return None
+    counts, states, state_group = _state_choices(counts, constraints, cutter)
+    if not counts or not states:
+        return None
     return CandidateGrid(
         lanes=grid.lanes,
         counts=counts,
@@ -124,11 +127,8 @@ def _build_grid(
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
-        sharded_state=state_choices(
-            constraints.sharded_state,
-            len(counts[0][1]) * constraints.context_size,
-            searched_states(cutter is not None and cutter.fleet.is_mixed),
-        ),
+        sharded_state=states,
+        state_group=state_group,
         inner=grid.inner,
         context=constraints.context_size,
         shards=choice.shares,
@@ -138,6 +138,21 @@ def _build_grid(
         fleet=cutter.fleet if cutter is not None else None,
         runs=grid.runs,
     )
+
+
+def _state_choices(
+    counts: tuple[Count, ...], constraints: Constraints, cutter: LayerCutter | None
+) -> tuple[tuple[Count, ...], tuple[ShardedState, ...], int]:
+    """Return the counts whose replicas can shard state in groups of the constrained size, the states to try, and the
+    size; 0 for one group of all."""
+    members, size = len(counts[0][1]) * constraints.context_size, constraints.state_group or 0
+    states = state_choices(
+        constraints.sharded_state, members, searched_states(cutter is not None and cutter.fleet.is_mixed)
+    )
+    if not size:
+        return counts, states, 0
+    even = () if members % size else tuple(count for count in counts if len({*count[1]}) == 1)
+    return even, tuple(state for state in states if state != "none"), size if size < members else 0
 
 
 def unsliced_grid(panel: CandidateGrid, constraints: Constraints) -> CandidateGrid | None:
@@ -247,6 +262,8 @@ def rearrange_kinds(
             alike = len({*columns}) == 1
             rows = job.batch // decisions.microbatches
             share_choices = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
+        if decisions.state_group:  # its replicas stay even
+            share_choices = [decisions.replicas]
         for shares, inner in itertools.product(share_choices, inners):
             devices = assign_devices(neighbour, inner, cutter.fleet.devices, decisions.context * shards)
             if len(devices) == decisions.device_count:  # fewer if a kind has too few devices for a shard group
