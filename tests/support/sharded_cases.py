@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from tests.support import worker_cases as cases
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
+from pipefit.run.checkpoint.pieces import as_bytes
 from pipefit.run.inputs.feeds import make_inputs
 from pipefit.run.stage.sharded_layers import ShardedBucket, ShardedLayers
+from pipefit.run.worker.state import model_pieces, optimizer_pieces
 
 
 class Watch:
@@ -62,6 +66,17 @@ def kept_bytes(plan: Plan, model: Model, vocabulary: int) -> dict[str, Any]:
     )
     result["most_parameters"], result["most_gradients"] = watch.most
     return result
+
+
+def held_pieces(plan: Plan, model: Model, vocabulary: int) -> list[tuple[object, str]]:
+    """(what is held, digest of its bits) of every owned run of this rank, after some clipped steps."""
+    worker = cases.build(plan, model, replace(cases.OPTIMIZER, max_norm=0.05))
+    cases.train(worker, plan, vocabulary, range(3))
+    pieces = optimizer_pieces(worker, saving=False) + model_pieces(worker, saving=False)
+    return [
+        ((piece.name, piece.box, piece.flat), sha256(as_bytes(piece.tensor).numpy().tobytes()).hexdigest())
+        for piece in pieces
+    ]
 
 
 def _watch_calls(layers: ShardedLayers, name: str, watch: Watch) -> None:
