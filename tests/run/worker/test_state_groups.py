@@ -126,6 +126,20 @@ def test_groups_hold_equal_bits(gloo_pool, case, state):
     assert all(len({*digests}) == 1 for digests in held.values())
 
 
+@pytest.mark.parametrize("split_weights", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_pieces_are_summed_beside_the_last_backward(gloo_pool, state, split_weights):
+    """All but those of the last two buckets or layers; once a step, not in every microbatch."""
+    name, make = split(microbatches=2, **FOUR) if split_weights else of(microbatches=2, **FOUR)
+    the_plan = make(state)
+    ((_, ranks),) = prepared(gloo_pool, name, the_plan)
+    arguments = (the_plan, plans.model(name), plans.VOCABULARY)
+    model = plans.model(name)
+    last = 2 if state == "optimizer" else sum(len(layer.parameters) for layer in model.layers[:2])
+    for early, total in gloo_pool.run(sharded_cases.early_sums, *arguments, ranks=ranks):
+        assert (early, total) == (len(the_plan.parameters) - last, len(the_plan.parameters))
+
+
 RESUMES = {
     "all replicas, then groups": ("all", 2),
     "groups, then all replicas": (2, "all"),
