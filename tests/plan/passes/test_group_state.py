@@ -60,7 +60,8 @@ def test_no_pinned_size_is_faster_than_the_free_plan(case: str) -> None:
     cluster = small_memory(spec, beyond)
     free = fastest_plan(cluster, None, job)
     assert free is not None
-    pinned = {size: fastest_plan(cluster, size, job) for size in (0, 2, 4)}
+    sizes = [size for size in (0, 2, 4) if 2 * size <= sum(host.devices for host in cluster.hosts)]
+    pinned = {size: fastest_plan(cluster, size, job) for size in sizes}
     for size, plan in pinned.items():
         assert plan is None or plan.step_s > 0.995 * free.step_s, (size, plan.decisions)
     whole = pinned[0]
@@ -139,7 +140,7 @@ def test_the_search_of_a_pinned_size_finds_the_best_plan(cluster: Cluster) -> No
     constraints, job = Constraints(state_group=2, schedule="1f1b", slices=1, **NARROW), Job(batch=8, sequence=512)
     context = PlannerContext(toy_model(3), cluster)
     plans = [plan for plan in everything(context, job, constraints) if plan.simulation.fits_in_memory]
-    assert plans and all(plan.decisions.state_group in (0, 2) for plan in plans)
+    assert plans and {plan.decisions.state_group for plan in plans} == {2}
     best = search_plans(context, job, constraints).fitting[0]
     assert best.step_s == pytest.approx(min(plan.step_s for plan in plans), rel=1e-9)
 

@@ -75,9 +75,22 @@ def test_names_of_the_field() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (3, ["2 groups of 3, 4 replicas at most", "at most 2; or replicas=3", "state_group=2"]),
+        (8, ["2 groups of 8", "at most 2\n", "state_group=2"]),
+    ],
+)
+def test_too_few_devices_for_several_groups_are_refused_with_the_nearest(size: int, told: list[str]) -> None:
+    with pytest.raises(PlanError, match="Several groups") as refused:
+        make_plan(toy_model(4), toy_cluster(), JOB, Constraints(state_group=size))
+    assert all(part in str(refused.value) for part in told), str(refused.value)
+
+
 def test_a_size_that_no_layout_has_is_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match="No plan obeys") as refused:
-        make_plan(toy_model(4), toy_cluster(), JOB, Constraints(state_group=3))
+        make_plan(toy_model(4), parse_spec("8xA100-80"), JOB, Constraints(state_group=3))
     assert "state_group=2" in str(refused.value)
 
 
@@ -135,7 +148,5 @@ def test_the_search_obeys_the_size(cluster: str, state: Any) -> None:
     plan = make_plan(
         toy_model(4), parse_spec(cluster), replace(JOB, sequence=256), Constraints(state_group=2, sharded_state=state)
     )
-    members = [mesh.to_mesh().size // mesh.to_mesh().find_axis("shard").size for mesh in plan.groups]
-    for stage in plan.stages:
-        assert (members[stage.group] == 2 and not stage.state_group) or stage.state_group == 2
+    assert {stage.state_group for stage in plan.stages} == {2}
     assert plan.decisions.get("zero1") != "false" and plan.decisions.get("sharded_state", "") != "none"

@@ -144,14 +144,16 @@ def _state_choices(
     counts: tuple[Count, ...], constraints: Constraints, cutter: LayerCutter | None
 ) -> tuple[tuple[Count, ...], tuple[ShardedState, ...], int]:
     """Return the counts whose replicas can shard state in groups of the constrained size, the states to try, and the
-    size; 0 for one group of all."""
+    size; 0 for one group of all. Without a fixed number of replicas there are several groups."""
     members, size = len(counts[0][1]) * constraints.context_size, constraints.state_group or 0
     states = state_choices(
         constraints.sharded_state, members, searched_states(cutter is not None and cutter.fleet.is_mixed)
     )
     if not size:
         return counts, states, 0
-    even = () if members % size else tuple(count for count in counts if len({*count[1]}) == 1)
+    if members % size or (members == size and constraints.replicas is None):
+        return (), (), size
+    even = tuple(count for count in counts if len({*count[1]}) == 1)
     return even, tuple(state for state in states if state != "none"), size if size < members else 0
 
 
@@ -391,6 +393,7 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
             next_step="use fewer microbatches or replicas, or a larger --batch",
         )
     _check_space_slices(job, constraints)
+    _check_space_groups(devices, constraints)
     if next(iter_candidates(job, layers, devices, 1, constraints), None) is None:
         used = constraints.devices
         raise PlanError(
@@ -398,6 +401,19 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
             where="--fix",
             seen=", ".join(constraints.to_mapping()),
             next_step=f"no grid of replicas x stages has exactly {used} devices" if used else "drop one of them",
+        )
+
+
+def _check_space_groups(devices: int, constraints: Constraints) -> None:
+    """Raise PlanError if there are too few devices for several groups of the constrained size."""
+    size, most = constraints.state_group or 0, devices // constraints.shard_count
+    if constraints.replicas is None and 2 * size > most:
+        raise PlanError(
+            "Several groups that shard state need more devices than the cluster has.",
+            where="--fix state_group",
+            seen=f"2 groups of {size}, {most} replicas at most",
+            allowed=(f"at most {most // 2}" if most > 3 else "all")
+            + (f"; or replicas={size} as well, for one group of all" if size <= most else ""),
         )
 
 

@@ -122,7 +122,7 @@ def stage_table(plan: Plan) -> TextTable:
                 f"{stage.module} {start}" + (f" to {stop - 1}" if stop - start > 1 else ""),
                 str(lane),
                 _format_devices(group.devices),
-                _format_grid(group),
+                _format_grid(group) + (f", state in groups of {stage.state_group}" if stage.state_group else ""),
                 *([_format_program(stage)] if shared else []),
                 stage.recompute,
                 *times,
