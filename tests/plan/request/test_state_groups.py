@@ -92,6 +92,9 @@ def test_a_size_that_no_layout_has_is_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match="No plan obeys") as refused:
         make_plan(toy_model(4), parse_spec("8xA100-80"), JOB, Constraints(state_group=3))
     assert "state_group=2" in str(refused.value)
+    with pytest.raises(PlanError, match="No plan obeys") as refused:
+        make_plan(toy_model(4), parse_spec("8xA100-80"), replace(JOB, batch=3), Constraints(state_group=2))
+    assert "state_group=1" not in str(refused.value), "a group of one is none"
 
 
 def test_one_group_of_all_is_the_plan_without_groups(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.context_parts import check_context
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.sliceable import check_slices
+from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.slicing.cuts import check_number
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES, family_facts
@@ -405,8 +406,10 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
 
 
 def _check_space_groups(devices: int, constraints: Constraints) -> None:
-    """Raise PlanError if there are too few devices for several groups of the constrained size."""
+    """Raise PlanError for a bad size of groups, and if there are too few devices for several groups."""
     size, most = constraints.state_group or 0, devices // constraints.shard_count
+    replicas = constraints.replicas or (1,) * size
+    check_state_group(size, constraints.sharded_state, replicas, constraints.context_size, "--fix state_group")
     if constraints.replicas is None and 2 * size > most:
         raise PlanError(
             "Several groups that shard state need more devices than the cluster has.",
