@@ -102,6 +102,16 @@ class Mesh:
             if all(loose or a == b for loose, a, b in zip(free, coordinates, home, strict=True))
         )
 
+    def groups_along(self, device: int, names: Sequence[AxisName], size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the devices of `devices_along` in groups of `size` neighbours (0: one group), each in rising order."""
+        members = self.devices_along(device, names)
+        step = min(size or len(members), len(members))
+        return tuple(tuple(sorted(members[start : start + step])) for start in range(0, len(members), step))
+
+    def spread_along(self, devices: Sequence[int], names: Sequence[AxisName]) -> tuple[int, ...]:
+        """Return the devices that differ from one of `devices` only along the named axes."""
+        return tuple(dict.fromkeys(reached for device in devices for reached in self.devices_along(device, names)))
+
     def axis_subsets(self) -> Iterator[tuple[AxisName, ...]]:
         """Yield the names of every non-empty set of axes, smaller sets first."""
         names = [axis.name for axis in self.axes]
@@ -110,6 +120,17 @@ class Mesh:
 
     def _grid_coordinates(self) -> Iterator[tuple[int, ...]]:
         return itertools.product(*(range(axis.size) for axis in self.axes))
+
+
+def home_group(groups: Sequence[tuple[int, ...]], device: int) -> tuple[int, ...]:
+    """Return the group that holds the device."""
+    return next(group for group in groups if device in group)
+
+
+def group_peers(groups: Sequence[tuple[int, ...]], device: int) -> tuple[int, ...]:
+    """Return the devices at the position of `device` in every group of equal size, itself included."""
+    position = home_group(groups, device).index(device)
+    return tuple(group[position] for group in groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -9,8 +11,12 @@ from tests.support import worker_cases as cases
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
+from pipefit.run.checkpoint.pieces import as_bytes
 from pipefit.run.inputs.feeds import make_inputs
 from pipefit.run.stage.sharded_layers import ShardedBucket, ShardedLayers
+from pipefit.run.update import reduce
+from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.state import model_pieces, optimizer_pieces
 
 
 class Watch:
@@ -62,6 +68,37 @@ def kept_bytes(plan: Plan, model: Model, vocabulary: int) -> dict[str, Any]:
     )
     result["most_parameters"], result["most_gradients"] = watch.most
     return result
+
+
+def held_pieces(plan: Plan, model: Model, vocabulary: int) -> list[tuple[object, str]]:
+    """(what is held, digest of its bits) of every owned run of this rank, after some clipped steps."""
+    worker = cases.build(plan, model, replace(cases.OPTIMIZER, max_norm=0.05))
+    cases.train(worker, plan, vocabulary, range(3))
+    pieces = optimizer_pieces(worker, saving=False) + model_pieces(worker, saving=False)
+    return [
+        ((piece.name, piece.box, piece.flat), sha256(as_bytes(piece.tensor).numpy().tobytes()).hexdigest())
+        for piece in pieces
+    ]
+
+
+def early_sums(plan: Plan, model: Model, vocabulary: int) -> tuple[int, int]:
+    """(sums over other groups that start while the last backward runs, all of a step), of a step with small buckets."""
+    worker = build_worker(plan, model, cases.comms(), torch.device("cpu"), cases.OPTIMIZER, bucket_bytes=1)
+    (program,) = worker.programs.values()
+    started: list[bool] = []
+    call = reduce.dist.all_reduce
+
+    def counted(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if async_op:
+            started.append(program.on_layer_gradients is not None)
+        return call(tensor, group=group, async_op=async_op)
+
+    reduce.dist.all_reduce = counted  # type: ignore[assignment]
+    try:
+        cases.train(worker, plan, vocabulary, range(1))
+    finally:
+        reduce.dist.all_reduce = call
+    return sum(started), len(started)
 
 
 def _watch_calls(layers: ShardedLayers, name: str, watch: Watch) -> None:

@@ -66,6 +66,9 @@ class StageWork:
     """Number of stages, this one included, that hold the same layers on different lanes and take turns. Their gradients
     are summed over all of them at once (`TiedWork.rings`)."""
 
+    state_group: int = 0
+    "Number of neighbouring replicas (and parts of sequences) that shard the state together; 0: all of them."
+
     @property
     def context_parts(self) -> int:
         """Return the number of devices that hold parts of each sequence."""
@@ -76,6 +79,11 @@ class StageWork:
         """Return the shares of the devices that sum gradients together: replicas, and parts of their sequences."""
         shares = self.group.find_axis("replica").shares
         return tuple(share for share in shares for _ in range(self.context_parts))
+
+    @property
+    def state_shares(self) -> tuple[int, ...]:
+        """Return the shares of the devices that shard the state together."""
+        return (1,) * self.state_group or self.data_shares
 
     @property
     def shards_state(self) -> bool:
@@ -102,6 +110,11 @@ class StageWork:
         if not self.shards_state:
             return 0
         return self.reduced_elements if self.sharded_state == "parameters" else max(self.parameters.trainable)
+
+    @property
+    def copied_elements(self) -> float:
+        """Return the elements on one device whose gradients are also summed over other groups that shard the state."""
+        return max(self.parameters.trainable) / self.state_group if self.state_group else 0.0
 
     @property
     def has_equal_shards(self) -> bool:

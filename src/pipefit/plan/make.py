@@ -28,6 +28,7 @@ from pipefit.plan.evaluate.search_progress import (
     MISFIT,
     PLACING,
     SENSITIVITY,
+    STATE_GROUPS,
     TRADE,
     SearchObserver,
     SearchTracker,
@@ -47,6 +48,7 @@ from pipefit.plan.explain.unused_kinds import unused_kind_notes
 from pipefit.plan.modules.search import ModuleSearchResult, search_modules
 from pipefit.plan.passes.device_groups.search import search_groups
 from pipefit.plan.passes.fitted_orders import best_plans, relabel_fitted
+from pipefit.plan.passes.group_state import search_state_groups
 from pipefit.plan.passes.memory_trade import TradeCurve, trade_memory
 from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
@@ -203,6 +205,13 @@ def split_sequences(request: SearchRequest, state: PassState) -> PassState:
     return replace(state, result=found)
 
 
+def group_state(request: SearchRequest, state: PassState) -> PassState:
+    """Search layouts whose replicas shard their state within hosts only."""
+    request.context.tracker.start_pass(STATE_GROUPS)
+    result = search_state_groups(request.context, request.job, request.constraints, state.result, request.top)
+    return replace(state, result=result)
+
+
 def place_devices(request: SearchRequest, state: PassState) -> PassState:
     """Choose the device of every slot, where links or devices differ."""
     request.context.tracker.start_pass(PLACING)
@@ -237,7 +246,9 @@ def trade_time(request: SearchRequest, state: PassState) -> PassState:
     return replace(state, result=result, trade=curve.points)
 
 
-PASSES: tuple[SearchPass, ...] = (search_layouts, split_sequences, place_devices, group_devices, trade_time)
+PASSES: tuple[SearchPass, ...] = (
+    search_layouts, split_sequences, group_state, place_devices, group_devices, trade_time,
+)  # fmt: skip
 """The planner of a model of one module. Every pass returns a result that is at least as good as the one it got, but the
 last may choose a simpler plan within the tolerance."""
 

@@ -88,6 +88,9 @@ class Stage:
     "Index of this stage among the stages that hold the same layers and process microbatches round-robin."
     turns: int = 1
     "Number of those stages: unit u of the module's microbatches belongs to the stage with u % turns == turn."
+    state_group: int = added_later(0)
+    """Number of neighbours among the replicas (and the parts of their sequences) that shard the stage's state together;
+    other groups hold copies (HSDP). 0: all of them, one group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

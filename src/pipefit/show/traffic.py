@@ -20,7 +20,7 @@ from pipefit.cost.comm.lowerings import lowerings_over
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.cost.pipeline.context_traffic import context_symbols, gathered_bytes
-from pipefit.cost.pipeline.rings import context_rings, replica_rings, shard_rings
+from pipefit.cost.pipeline.rings import context_rings, copy_rings, shard_rings, state_rings
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
@@ -159,7 +159,9 @@ def _add_reductions(traffic: StepTraffic, stage: StageWork, work: PipelineWork, 
     width, parameters = GRADIENT_BYTES[work.precision], stage.parameters
     for ring in shard_rings(stage):
         _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network, "all_reduce")
-    for ring in replica_rings(stage):
+    for ring in copy_rings(stage):
+        _add_ring(traffic, ring, 2 * stage.copied_elements * width, "reduction", network, "all_reduce")
+    for ring in state_rings(stage):
         gradients = stage.reduced_elements * width
         passes, kind = (1, "reduce_scatter") if stage.shards_state and not network.over_gloo else (2, "all_reduce")
         _add_ring(traffic, ring, gradients * passes, "reduction", network, kind)
@@ -177,7 +179,7 @@ def _add_sharded_layers(
     times = microbatches * len(stage.slices)
     elements = sum(map(max, stage.sharded_elements))
     passes, kind = (2, "all_reduce") if network.over_gloo else (1, "reduce_scatter")
-    for ring in replica_rings(stage):
+    for ring in state_rings(stage):
         gradients = elements * GRADIENT_BYTES[work.precision] * passes * times
         _add_ring(traffic, ring, gradients, "reduction", network, kind)
         if stage.sharded_state == "parameters":

@@ -18,6 +18,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("context + tensor or pipeline", {"context": 2, **TENSOR}),
     ("data parallel", {"replicas": (1, 1)}),
     ("sharded data parallel", {"replicas": (1, 1), "sharded_state": "optimizer"}),
+    ("hybrid sharded data parallel", {"replicas": (1,) * 4, "sharded_state": "parameters", "state_group": 2}),
+    ("sharded data parallel", {"replicas": (1,) * 4, "sharded_state": "parameters", "state_group": 4}),
     ("tensor", TENSOR),
     ("tensor + data", {**TENSOR, "replicas": (1, 1), "sharded_state": "optimizer"}),
     ("pipeline", {"stages": 2}),

@@ -39,6 +39,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp",
             "sharded_state": "parameters",
     },
+    "4 replicas in groups, zero-2": {
+        "microbatches": 2, "replicas": (1,) * 4, "state_group": 2, "sharded_state": "gradients",
+    },
+    "2 shards x 4 replicas in groups, zero-1": {
+        "microbatches": 2, "replicas": (1,) * 4, "state_group": 2, "shards": (1, 1), "sharding": "megatron-sp",
+            "sharded_state": "optimizer",
+    },
     "3 uneven replicas x 2 shards": {
         "microbatches": 2, "replicas": (2, 1, 1), "shards": (1, 1), "sharding": "megatron",
     },

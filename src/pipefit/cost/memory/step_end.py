@@ -37,7 +37,7 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
 
 def stage_state_share(stage: StageWork) -> float:
     """Return the largest part of the optimizer state on one device."""
-    return state_share(stage.sharded_state, stage.data_shares).part
+    return state_share(stage.sharded_state, stage.state_shares).part
 
 
 def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:

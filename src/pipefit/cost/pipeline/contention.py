@@ -20,7 +20,7 @@ from pipefit.cost.comm.collectives import pass_levels, runs_backwards
 from pipefit.cost.comm.network import Network, Port
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.edges import edge_times
-from pipefit.cost.pipeline.rings import context_rings, replica_rings, shard_rings
+from pipefit.cost.pipeline.rings import context_rings, copy_rings, replica_rings, shard_rings, state_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
 from pipefit.cost.pipeline.table import collective_shares, stage_cost_key, stage_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
@@ -251,21 +251,36 @@ def _transfer_flow(messages: Messages, port_s: float, network: Network) -> _Unnu
 def _reduction_flows(
     index: int, stage: StageWork, work: PipelineWork, network: Network, costs: CostTable
 ) -> dict[FlowKey, _UnnumberedFlow]:
-    """Return the reduction of a stage, and its all-gather under ZeRO-1, as flows."""
-    rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
-    if not rings:
+    """Return the reduction of a stage, and its all-gather under ZeRO-1, as flows.
+
+    The sum of the pieces over groups that shard the state is a part of the reduction.
+    """
+    all_rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
+    if not all_rings:
         return {}
-    sums = float(stage.reduced_elements) * GRADIENT_BYTES[work.precision]
-    jobs = [("REDUCE", "reduce_scatter", 1, sums) if stage.shards_state else ("REDUCE", "all_reduce", 2, sums)]
-    once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
+    width = GRADIENT_BYTES[work.precision]
+    sums = float(stage.reduced_elements) * width
+    jobs: list[tuple[str, str, Sequence[Sequence[int]], int, float]] = [("REDUCE", "all_reduce", all_rings, 2, sums)]
     if stage.shards_state:
-        jobs.append(("GATHER", "all_gather", 1, float(stage.gathered_elements) * COMPUTE_BYTES[work.precision]))
-    flows: dict[FlowKey, _UnnumberedFlow] = {}
-    for kind, operation, passes, total in jobs:
-        seconds, hop_bytes = _hop_loads(network, operation, rings, total, passes)
-        if once_s[kind] > 0.0 and hop_bytes > 0.0:
-            flows[kind, index, 0, 0] = _UnnumberedFlow(seconds, once_s[kind], hop_bytes / once_s[kind], None)
-    return flows
+        rings = [ring for ring in state_rings(stage) if len(ring) > 1]
+        gathered = float(stage.gathered_elements) * COMPUTE_BYTES[work.precision]
+        jobs = [("REDUCE", "reduce_scatter", rings, 1, sums), ("GATHER", "all_gather", rings, 1, gathered)]
+    if copies := copy_rings(stage):
+        jobs.insert(1, ("REDUCE", "all_reduce", copies, 2, stage.copied_elements * width))
+    once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
+    loads: dict[str, tuple[dict[Port, float], float]] = {}
+    for kind, operation, job_rings, passes, total in jobs:
+        more, hop_bytes = _hop_loads(network, operation, job_rings, total, passes)
+        seconds, before = loads.get(kind, ({}, 0.0))
+        loads[kind] = (
+            {port: seconds.get(port, 0.0) + more.get(port, 0.0) for port in {**seconds, **more}},
+            before + hop_bytes,
+        )
+    return {
+        (kind, index, 0, 0): _UnnumberedFlow(seconds, once_s[kind], hop_bytes / once_s[kind], None)
+        for kind, (seconds, hop_bytes) in loads.items()
+        if once_s[kind] > 0.0 and hop_bytes > 0.0
+    }
 
 
 def _action_flows(

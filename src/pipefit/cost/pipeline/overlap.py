@@ -46,6 +46,12 @@ def remaining_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES)
     return lines
 
 
+def delay_pieces(sizes: Sequence[int], layers: int) -> list[int]:
+    """Return the bytes that are ready when the backward has finished each layer, if a layer's are ready only when the
+    backward has finished this number of further layers. `sizes` are in model order."""
+    return [sum(sizes[: layers + 1]), *sizes[layers + 1 :], *[0] * layers][: len(sizes)]
+
+
 def bucket_finish_times(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[Piece]:
     """Return (bytes, time in the backward at which it is complete) of every bucket, in the order of their starts."""
     buckets: list[Piece] = []

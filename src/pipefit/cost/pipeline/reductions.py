@@ -12,7 +12,7 @@ from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_sca
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.step_end import stage_state_share
 from pipefit.cost.pipeline.overlap import Piece, hidden_s
-from pipefit.cost.pipeline.rings import replica_rings, shard_rings
+from pipefit.cost.pipeline.rings import copy_rings, replica_rings, shard_rings, state_rings
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
 
@@ -21,7 +21,8 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to sum the stage's gradients.
 
     They are summed over the replicas and the parts of their sequences, and over the shard axis for parameters
-    replicated there. Stages that take turns are summed together (`cost/pipeline/turns.py`).
+    replicated there. Stages that take turns are summed together (`cost/pipeline/turns.py`). Groups that shard the state
+    sum their pieces with the other groups at last (`copies_s`).
     """
     if stage.turns > 1:
         return 0.0
@@ -31,9 +32,20 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
         part = stage_state_share(stage) if stage.has_sharded_layers else 1.0
         total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * part * width)
     if len(stage.data_shares) > 1 and (stage.reduced_elements or not stage.has_sharded_layers):
-        collective = reduce_scatter_s if stage.shards_state else all_reduce_s
-        total += collective(network, replica_rings(stage), stage.reduced_elements * width)
-    return total
+        collective, rings = (
+            (reduce_scatter_s, state_rings(stage)) if stage.shards_state else (all_reduce_s, replica_rings(stage))
+        )
+        total += collective(network, rings, stage.reduced_elements * width)
+    return total + copies_s(stage, work, network)
+
+
+def copies_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
+    """Return the seconds to sum the pieces of the gradients over the groups that hold copies of them.
+
+    The runtime does this once a step, after the sums within the groups.
+    """
+    rings = copy_rings(stage)
+    return all_reduce_s(network, rings, stage.copied_elements * GRADIENT_BYTES[work.precision]) if rings else 0.0
 
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
@@ -41,17 +53,25 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     none_left = stage.has_sharded_layers and not stage.gathered_elements
     if not stage.shards_state or none_left or len(stage.data_shares) == 1:
         return 0.0
-    return all_gather_s(network, replica_rings(stage), stage.gathered_elements * COMPUTE_BYTES[work.precision])
+    return all_gather_s(network, state_rings(stage), stage.gathered_elements * COMPUTE_BYTES[work.precision])
 
 
 def hidden_reduction_s(
-    once_s: float, work: PipelineWork, beside: tuple[float, Mapping[str, Sequence[Piece]]]
+    once_s: float,
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    beside: tuple[float, Mapping[str, Sequence[Piece]]],
 ) -> dict[str, float]:
     """Return the seconds of a stage's reduction (`once_s`) that overlap its last backward, if that is a B or a W.
 
-    `beside` is the stage's `overlap_share`.
+    `beside` is the stage's `overlap_share`. Sharded layers have buckets of their own, of which only the sums over
+    several groups come at the end.
     """
     share, pieces = beside
     if not once_s or not share:
         return {"B": 0.0, "W": 0.0}
-    return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) for kind in ("B", "W")}
+    bucket_bytes = work.bucket_bytes
+    if stage.has_sharded_layers:
+        once_s, bucket_bytes = copies_s(stage, work, network), 0.0
+    return {kind: share * hidden_s(once_s, pieces[kind], bucket_bytes) for kind in ("B", "W")}

@@ -20,6 +20,29 @@ def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     return axis_rings(stage.group, "replica", "context")
 
 
+def state_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """Return the devices that shard the state of the same parameters: the rings of the replicas, or parts of them."""
+    return divide_rings(replica_rings(stage), stage.state_group)
+
+
+def copy_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """Return the devices that hold copies of the same piece of sharded state; () if there is one of each piece."""
+    if not stage.state_group:
+        return ()
+    groups = [_ring_groups(ring, stage.state_group) for ring in replica_rings(stage)]
+    return tuple(peers for ring_groups in groups for peers in zip(*ring_groups, strict=True))
+
+
+def divide_rings(rings: tuple[tuple[int, ...], ...], size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of `size` neighbours of every ring; the rings for a size of 0."""
+    return tuple(group for ring in rings for group in _ring_groups(ring, size)) if size else rings
+
+
+def _ring_groups(ring: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """Return the groups of a ring as `Mesh.groups_along` does."""
+    return [tuple(sorted(ring[start : start + size])) for start in range(0, len(ring), size)]
+
+
 def context_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """Return the devices that hold parts of the same sequences, and the same shard."""
     return axis_rings(stage.group, "context")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCost
-from pipefit.cost.pipeline.rings import replica_rings
+from pipefit.cost.pipeline.rings import state_rings
 from pipefit.cost.pipeline.stage_cost import StageCost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.work import StageWork
@@ -30,7 +30,7 @@ class StateTraffic(NamedTuple):
     parameter_bytes: float
     "Complete parameters of two neighbouring layers, the largest such pair; 0 unless parameters are sharded."
     gradient_bytes: float
-    "Complete gradients of the same two layers."
+    "Complete gradients of the same two layers; with groups that shard the state, also a piece that is summed."
     overlap: float
     "Part of the time beside the computation that costs nothing."
 
@@ -53,7 +53,7 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
     if not stage.has_sharded_layers:
         return None
     elements = [max(counts) for counts in stage.sharded_elements]
-    rings, gathers = replica_rings(stage), stage.sharded_state == "parameters"
+    rings, gathers = state_rings(stage), stage.sharded_state == "parameters"
     widths = COMPUTE_BYTES[precision], GRADIENT_BYTES[precision]
     seconds = {
         count: (
@@ -63,11 +63,12 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
         for count in set(elements)
     }
     pair = largest_pair(elements)
+    piece = max(elements) / stage.state_group if stage.state_group else 0.0
     return StateTraffic(
         gather_s=tuple(seconds[count][0] for count in elements),
         reduce_s=tuple(seconds[count][1] for count in elements),
         parameter_bytes=float(pair * widths[0]) if gathers else 0.0,
-        gradient_bytes=float(pair * widths[1]),
+        gradient_bytes=float((pair + piece) * widths[1]),
         overlap=min(network.kinds[device].overlap for device in stage.group.devices),
     )
 

@@ -24,7 +24,7 @@ from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_state_share
 from pipefit.cost.pipeline.context_traffic import add_context_traffic, context_symbols, split_rings
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
-from pipefit.cost.pipeline.overlap import Piece
+from pipefit.cost.pipeline.overlap import Piece, delay_pieces
 from pipefit.cost.pipeline.reductions import gather_s, hidden_reduction_s, reduce_s
 from pipefit.cost.pipeline.rings import context_rings, grid_positions, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
@@ -35,6 +35,9 @@ from pipefit.cost.types import Array, CostTable, KindMemory
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph
+
+SUMMED_LATER = 2
+"""Layers of a backward after which the sum of a sharded layer's gradients is complete (`run/update/reduce.py`)."""
 
 ACTION_OVERHEAD_S = 20e-6
 """Assumed interpreter overhead per action in the run, beside the operators."""
@@ -60,7 +63,10 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
     statics = lane_parts(work)
     worst = [[worst_stage(entry.values()) for entry in row] for row in by_kind]
     summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
-    hidden = [hidden_reduction_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
+    hidden = [
+        hidden_reduction_s(once_s, stage, work, network, beside[key])
+        for once_s, stage, key in zip(summed_s.tolist(), work.stages, keys, strict=True)
+    ]
     costs = CostTable(
         actions=action_tables(worst, work.distinct_microbatches),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
@@ -185,12 +191,14 @@ def overlap_share(
     holds (bytes of gradients, seconds of backward) per layer for a last backward of kind B and W.
     """
     share = min(network.kinds[device].overlap for device in stage.group.devices)
-    if not share or stage.has_sharded_layers:
+    if not share or (stage.has_sharded_layers and not stage.state_group):
         return 0.0, {}
     by_place = [costs for _, costs in _costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers)]
     worst = _worst_layers(by_place)
     width = GRADIENT_BYTES[work.precision]
     sizes = [max(_is_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
+    if stage.has_sharded_layers:
+        sizes = delay_pieces([max(counts) * width for counts in stage.sharded_elements], SUMMED_LATER)
     times = {"B": [cost.backward_s for cost in worst], "W": [cost.weight_s for cost in worst]}
     return share, {kind: list(zip(sizes, seconds, strict=True)) for kind, seconds in times.items()}
 
@@ -208,7 +216,9 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
         places = zip(stage.group.devices, stage.group.axis_positions("replica").values(), strict=True)
         kinds = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
         devices_key = (kinds, network.representative_rings(rings))
-    sharded = (stage.sharded_state, stage.sharded_elements, group) if stage.has_sharded_layers else ()
+    sharded: tuple[object, ...] = ()
+    if stage.has_sharded_layers:
+        sharded = (stage.sharded_state, stage.sharded_elements, group, stage.state_group)
     more = stage.symbols, stage.packed, stage.frozen, sharded
     return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
 

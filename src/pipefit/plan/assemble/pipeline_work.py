@@ -118,6 +118,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 packed=packed_sizes(space, parts.microbatches, replicas, stage_grouping(stage)),
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
                 turns=stage.turns,
+                state_group=stage.state_group,
             )
         )
         for name, count in named.items():

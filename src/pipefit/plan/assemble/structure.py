@@ -48,6 +48,7 @@ def make_stages(
             recompute=decisions.recompute_of(index),
             sharding=decisions.sharding_of(lane),
             recipes=decisions.recipes_of(lane),
+            state_group=decisions.hybrid_group,
         )
         sharding, shares = sharding_key(stage), decisions.shards_of(lane)
         layer_programs = [programs.layer_program(layer, sharding, shares) for layer in module.layers[slice(*run)]]

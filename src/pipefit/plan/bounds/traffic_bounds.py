@@ -85,7 +85,7 @@ class TrafficBounds:
         lanes, context, shards = decisions.lane_count, decisions.context, decisions.shards
         key = (
             (decisions.replicas, context, shards, decisions.sharding_key(0), lanes),
-            (decisions.inner, decisions.devices, decisions.sharded_state),
+            (decisions.inner, decisions.devices, decisions.sharded_state, decisions.state_group),
         )
         if key not in self._modules:
             groups = [group.to_mesh() for group in make_groups(decisions)]
@@ -112,11 +112,12 @@ class TrafficBounds:
         """Return the collectives of all layers of the module on the devices of a lane."""
         network, program = self.cutter.network, (decisions.sharding_key(lane), decisions.shards_of(lane))
         group = replace(group, devices=network.representative_devices(group.devices))
-        key = group, program, decisions.sharded_state
+        key = group, program, decisions.sharded_state, decisions.state_group
         if key not in self._known:
             probe = replace(
                 self.cutter.probe_stage(self.job, group, (1,) * len(decisions.replicas), "none", *program),
                 sharded_state=decisions.sharded_state,
+                state_group=decisions.state_group,
                 sharded_elements=self.cutter.layer_elements(*program),
             )
             self._known[key] = state_traffic(probe, self.job.precision, network)

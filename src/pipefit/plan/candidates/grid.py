@@ -43,6 +43,8 @@ class CandidateGrid:
     sharded_state: tuple[ShardedState, ...]
     inner: tuple[Inner, ...]
     context: int = 1
+    state_group: int = 0
+    "Number of neighbouring replicas (and parts of sequences) that shard the state together; 0: all of them."
     shards: tuple[int, ...] = (1,)
     sharding: Sharding = "none"
     recipes: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ class CandidateGrid:
             slices=self.slices[which] if self.slices else (),
             recompute=self.recompute[recompute_index],
             sharded_state=self.sharded_state[state],
+            state_group=self.state_group,
             inner=self.inner[inner],
         )
         if self.pattern is None:

@@ -70,7 +70,7 @@ class LowerBounds:
         stacks = [self._lane_stack(panel) for panel in space]
         alike: dict[object, list[int]] = {}
         for index, (panel, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
-            key = (id(stack), panel.names, panel.sharded_state, panel.slices, panel.program)
+            key = (id(stack), panel.names, panel.sharded_state, panel.state_group, panel.slices, panel.program)
             alike.setdefault(key, []).append(index)
         for places in alike.values():
             lanes = [stacks[index][1] for index in places]
@@ -86,7 +86,9 @@ class LowerBounds:
         static = [
             [
                 [
-                    self._layer_static_bytes(state_share(state, shares * panel.context), panel)
+                    self._layer_static_bytes(
+                        state_share(state, (1,) * panel.state_group or shares * panel.context), panel
+                    )
                     for state in panel.sharded_state
                 ]
             ]
@@ -294,6 +296,7 @@ class LowerBounds:
         key = (
             panel.replica_count,
             panel.context,
+            panel.state_group,
             panel.program,
             panel.lanes,
             panel.inner,

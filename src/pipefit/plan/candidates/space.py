@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
-from pipefit.optimizers.sharded_state import searched_states, state_choices
+from pipefit.optimizers.sharded_state import ShardedState, searched_states, state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS, ShardChoice, shard_choices
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
@@ -33,6 +33,7 @@ from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.context_parts import check_context
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.sliceable import check_slices
+from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.slicing.cuts import check_number
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES, family_facts
@@ -116,6 +117,9 @@ def _build_grid(
     counts = grid.counts
     if not recompute_choices or not counts:
         return None
+    counts, states, state_group = _state_choices(counts, constraints, cutter)
+    if not counts or not states:
+        return None
     return CandidateGrid(
         lanes=grid.lanes,
         counts=counts,
@@ -124,11 +128,8 @@ def _build_grid(
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
-        sharded_state=state_choices(
-            constraints.sharded_state,
-            len(counts[0][1]) * constraints.context_size,
-            searched_states(cutter is not None and cutter.fleet.is_mixed),
-        ),
+        sharded_state=states,
+        state_group=state_group,
         inner=grid.inner,
         context=constraints.context_size,
         shards=choice.shares,
@@ -138,6 +139,23 @@ def _build_grid(
         fleet=cutter.fleet if cutter is not None else None,
         runs=grid.runs,
     )
+
+
+def _state_choices(
+    counts: tuple[Count, ...], constraints: Constraints, cutter: LayerCutter | None
+) -> tuple[tuple[Count, ...], tuple[ShardedState, ...], int]:
+    """Return the counts whose replicas can shard state in groups of the constrained size, the states to try, and the
+    size; 0 for one group of all. Without a fixed number of replicas there are several groups."""
+    members, size = len(counts[0][1]) * constraints.context_size, constraints.state_group or 0
+    states = state_choices(
+        constraints.sharded_state, members, searched_states(cutter is not None and cutter.fleet.is_mixed)
+    )
+    if not size:
+        return counts, states, 0
+    if members % size or (members == size and constraints.replicas is None):
+        return (), (), size
+    even = tuple(count for count in counts if len({*count[1]}) == 1)
+    return even, tuple(state for state in states if state != "none"), size if size < members else 0
 
 
 def unsliced_grid(panel: CandidateGrid, constraints: Constraints) -> CandidateGrid | None:
@@ -247,6 +265,8 @@ def rearrange_kinds(
             alike = len({*columns}) == 1
             rows = job.batch // decisions.microbatches
             share_choices = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
+        if decisions.state_group:  # its replicas stay even
+            share_choices = [decisions.replicas]
         for shares, inner in itertools.product(share_choices, inners):
             devices = assign_devices(neighbour, inner, cutter.fleet.devices, decisions.context * shards)
             if len(devices) == decisions.device_count:  # fewer if a kind has too few devices for a shard group
@@ -374,6 +394,7 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
             next_step="use fewer microbatches or replicas, or a larger --batch",
         )
     _check_space_slices(job, constraints)
+    _check_space_groups(devices, constraints)
     if next(iter_candidates(job, layers, devices, 1, constraints), None) is None:
         used = constraints.devices
         raise PlanError(
@@ -381,6 +402,21 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
             where="--fix",
             seen=", ".join(constraints.to_mapping()),
             next_step=f"no grid of replicas x stages has exactly {used} devices" if used else "drop one of them",
+        )
+
+
+def _check_space_groups(devices: int, constraints: Constraints) -> None:
+    """Raise PlanError for a bad size of groups, and if there are too few devices for several groups."""
+    size, most = constraints.state_group or 0, devices // constraints.shard_count
+    replicas = constraints.replicas or (1,) * size
+    check_state_group(size, constraints.sharded_state, replicas, constraints.context_size, "--fix state_group")
+    if constraints.replicas is None and 2 * size > most:
+        raise PlanError(
+            "Several groups that shard state need more devices than the cluster has.",
+            where="--fix state_group",
+            seen=f"2 groups of {size}, {most} replicas at most",
+            allowed=(f"at most {most // 2}" if most > 3 else "all")
+            + (f"; or replicas={size} as well, for one group of all" if size <= most else ""),
         )
 
 

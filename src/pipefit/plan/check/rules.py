@@ -23,6 +23,7 @@ from pipefit.plan.check.turns import turn_problems
 from pipefit.plan.request.context_parts import context_problems, mesh_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, shard_problems, slice_problems
+from pipefit.plan.request.state_groups import state_group_problems
 from pipefit.plan.types import Plan
 from pipefit.shard.apart import row_problems
 
@@ -323,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     parameter_problems,
     placement_problems,
     turn_problems,
+    state_group_problems,
     shard_problems,
     _tied_state_problems,
     order_problems,

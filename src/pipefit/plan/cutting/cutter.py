@@ -113,7 +113,7 @@ class LayerCutter:
 
     def stage_rows(self, job: Job, decisions: ParallelConfig) -> list[LayerRow]:
         """Return the costs of every layer on the devices of every stage."""
-        share = state_share(decisions.sharded_state, decisions.data_shares)
+        share = state_share(decisions.sharded_state, decisions.state_shares)
         if not self.fleet.has_host_groups(decisions):
             groups = [group.to_mesh() for group in make_groups(decisions)]
             return [

@@ -72,3 +72,22 @@ class SearchResult:
     simulated: int
     fitted: int = 0
     "Number of orders fitted to a layout that beat every family."
+
+    def leaves_to_gain(self, fraction: float) -> bool:
+        """Return whether the best plan is above the lower bound by more than this fraction."""
+        return not self.fitting or self.fitting[0].step_s > self.lower_bound_s * (1 + fraction)
+
+
+def merge_results(found: SearchResult, more: SearchResult) -> SearchResult:
+    """Return both results as one; plans of equal decisions are listed once."""
+    plans = {plan.decisions: plan for plan in (*more.fitting, *found.fitting)}
+    return SearchResult(
+        fitting=tuple(sorted(plans.values(), key=lambda plan: plan.rank_key)),
+        misfits=tuple(sorted((*found.misfits, *more.misfits), key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))),
+        unfit=found.unfit + more.unfit,
+        lower_bound_s=min(found.lower_bound_s, more.lower_bound_s),
+        open_bound_s=min(found.open_bound_s, more.open_bound_s),
+        considered=found.considered + more.considered,
+        simulated=found.simulated + more.simulated,
+        fitted=found.fitted + more.fitted,
+    )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 READING = "reading the model"
 LAYOUTS = "searching layouts"
 CONTEXTS = "splitting sequences"
+STATE_GROUPS = "grouping replicas that shard state"
 PLACING = "placing devices"
 GROUPS = "grouping devices"
 TRADE = "trading memory for time"

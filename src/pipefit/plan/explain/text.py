@@ -122,7 +122,7 @@ def stage_table(plan: Plan) -> TextTable:
                 f"{stage.module} {start}" + (f" to {stop - 1}" if stop - start > 1 else ""),
                 str(lane),
                 _format_devices(group.devices),
-                _format_grid(group),
+                _format_grid(group) + (f", state in groups of {stage.state_group}" if stage.state_group else ""),
                 *([_format_program(stage)] if shared else []),
                 stage.recompute,
                 *times,
@@ -255,8 +255,8 @@ def _alternative_row(one: AlternativePlan, keys: Sequence[str]) -> tuple[str, ..
 
 
 def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the choices to show of these plans, which are of one model. Slices and parts of sequences (`context`) are
-    shown if any plan has some."""
+    """Return the choices to show of these plans, which are of one model. Slices, parts of sequences (`context`) and
+    groups that shard state (`state_group`) are shown if any plan has some."""
     keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
     if names := module_names(decisions[0]):
         keys = (*names, "microbatches", "schedule")
@@ -264,6 +264,8 @@ def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
         keys = (*keys[:4], "slices", *keys[4:])
     if any(choices.get("context") for choices in decisions):
         keys = (*keys[:2], "context", *keys[2:])
+    if any(choices.get("state_group") for choices in decisions):
+        keys = (*keys, "state_group")
     return keys
 
 
@@ -273,7 +275,7 @@ def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]
     tokens = words.get("slices", "").split(",")
     if len(tokens) > SLICES_SHOWN:
         words["slices"] = f"{len(tokens)} ({tokens[0]},{tokens[1]},...,{tokens[-1]})"
-    words["slices"], words["context"] = words.get("slices") or "1", words.get("context") or "1"
+    words = {"slices": "1", "context": "1", "state_group": "all"} | {key: word for key, word in words.items() if word}
     for name in module_names(decisions):
         module_words = {key: words.get(f"{name}.{key}", "") for key in ("replicas", "stages", "shards", "recompute")}
         recompute = f", recompute {module_words['recompute']}" if module_words["recompute"] not in ("", "none") else ""

@@ -111,10 +111,14 @@ def _as_given(context: PlannerContext, job: Job, devices: tuple[int, ...], found
 
 
 def _short_list(found: SearchResult, context_parts: int) -> list[int]:
-    """Return the indices of the candidates to place: those whose sequences are in this number of parts."""
+    """Return the indices of the candidates to place: those whose sequences are in this number of parts.
+
+    Groups that shard state together keep their devices: the placement search knows rings of all replicas only.
+    """
     grids: dict[tuple[int, int], int] = {}
     for index, plan in enumerate(found.fitting):
-        if plan.decisions.device_count > 1 and plan.decisions.context == context_parts:
+        decisions = plan.decisions
+        if decisions.device_count > 1 and decisions.context == context_parts and not decisions.hybrid_group:
             grids.setdefault((len(plan.decisions.replicas), plan.decisions.lane_count), index)
     return list(grids.values())[: PLACING_BUDGET.candidates]
 

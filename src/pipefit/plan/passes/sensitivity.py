@@ -74,12 +74,18 @@ def analyse_sensitivity(
         slices=chosen.slices or 1,
         recompute=chosen.recompute[:1],
         sharded_state=chosen.sharded_state,
+        state_group=chosen.hybrid_group or None,
     )
     if not chosen.lane_shards:
         held = held.with_defaults(shards=chosen.shards, sharding=chosen.sharding)
     if context.network.devices > SENSITIVITY_BUDGET.free_depth_devices:
         held = held.with_defaults(stages=chosen.stage_count)
-    looser = replace(held, recompute=constraints.recompute, sharded_state=constraints.sharded_state)
+    looser = replace(
+        held,
+        recompute=constraints.recompute,
+        sharded_state=constraints.sharded_state,
+        state_group=constraints.state_group,
+    )
     bigger = larger_memory(context.cluster)
     changes.append(_plan_again(context, bigger, job, looser, best, "twice the memory"))
     if constraints.devices is None:

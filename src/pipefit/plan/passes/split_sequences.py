@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from pipefit.errors import PlanError
-from pipefit.plan.evaluate.outcome import SearchResult
+from pipefit.plan.evaluate.outcome import SearchResult, merge_results
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.fitted_orders import best_plans
 from pipefit.plan.passes.search import LayoutSearch
@@ -47,13 +47,13 @@ def search_contexts(
     """
     tried: dict[int, SearchResult] = {}
     best = found
-    for parts in _context_sizes(context, job, constraints) if _is_worthwhile(found) else ():
+    for parts in _context_sizes(context, job, constraints) if found.leaves_to_gain(SPLITTING_BUDGET.worthwhile) else ():
         try:
             tried[parts] = _search_size(context, job, fix_context(constraints, parts), best, top)
         except PlanError:
             continue
-        best = _merge_results(best, tried[parts])
-        if not _is_worthwhile(best):
+        best = merge_results(best, tried[parts])
+        if not best.leaves_to_gain(SPLITTING_BUDGET.worthwhile):
             break
     parts = _best_size(best)
     context.split_sequences(constraints.context or parts)
@@ -62,7 +62,7 @@ def search_contexts(
         first = replace(tried[parts], fitting=tuple(of_size))
         exact = best_plans(context, job, fix_context(constraints, parts), top, first=first)
         tried[parts] = replace(exact, fitting=(*exact.fitting, *tried[parts].fitting))
-    return reduce(_merge_results, tried.values(), found)
+    return reduce(merge_results, tried.values(), found)
 
 
 def fix_context(constraints: Constraints, parts: int) -> Constraints:
@@ -87,13 +87,6 @@ def _context_sizes(context: PlannerContext, job: Job, constraints: Constraints) 
         parts *= 2
 
 
-def _is_worthwhile(found: SearchResult) -> bool:
-    """Return whether the best plan leaves something to gain."""
-    if not found.fitting:
-        return True
-    return found.fitting[0].step_s > found.lower_bound_s * (1 + SPLITTING_BUDGET.worthwhile)
-
-
 def _best_size(found: SearchResult) -> int:
     return found.fitting[0].decisions.context if found.fitting else 1
 
@@ -103,18 +96,3 @@ def _search_size(context: PlannerContext, job: Job, held: Constraints, found: Se
     searcher = LayoutSearch(context.split_sequences(held.context_size), job, held, top, SPLITTING_BUDGET.search)
     searcher.fitting += found.fitting
     return searcher.run(list_base_grids(context, job, searcher.constraints))
-
-
-def _merge_results(found: SearchResult, more: SearchResult) -> SearchResult:
-    """Return both results as one; plans of equal decisions are listed once."""
-    plans = {plan.decisions: plan for plan in (*more.fitting, *found.fitting)}
-    return SearchResult(
-        fitting=tuple(sorted(plans.values(), key=lambda plan: plan.rank_key)),
-        misfits=tuple(sorted((*found.misfits, *more.misfits), key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))),
-        unfit=found.unfit + more.unfit,
-        lower_bound_s=min(found.lower_bound_s, more.lower_bound_s),
-        open_bound_s=min(found.open_bound_s, more.open_bound_s),
-        considered=found.considered + more.considered,
-        simulated=found.simulated + more.simulated,
-        fitted=found.fitted + more.fitted,
-    )

@@ -1,4 +1,4 @@
-"""The field's names for the keys of `--fix`: `dp`, `tp`, `pp`, `cp`, `zero`, `fsdp`, `sp`, `mbs`.
+"""The field's names for the keys of `--fix`: `dp`, `tp`, `pp`, `cp`, `zero`, `fsdp`, `hsdp`, `sp`, `mbs`.
 
 An alias stands for one or two fields of `Constraints`. It is translated before anything is planned, so a plan and its
 messages hold the keys of `--fix` only.
@@ -50,6 +50,12 @@ def _translate_fsdp(value: str) -> Fixes:
     return (("replicas", value), ("sharded_state", "parameters"))
 
 
+def _translate_hsdp(value: str) -> Fixes:
+    if int(value) < 2:
+        raise ValueError(value)
+    return (("state_group", value), ("sharded_state", "parameters"))
+
+
 def _translate_sequence_parallel(value: str) -> Fixes:
     return (("sharding", "megatron-sp" if SWITCHES[value.lower()] else "megatron"),)
 
@@ -62,6 +68,7 @@ ALIASES: Mapping[str, KeyAlias] = {
     "zero": KeyAlias("sharded_state: 0 none, 1 optimizer, 2 gradients, 3 parameters", _translate_zero),
     "zero1": KeyAlias("sharded_state: true is optimizer, false is none", _translate_zero1),
     "fsdp": KeyAlias("sharded_state=parameters: true, or a count of replicas from 2 on", _translate_fsdp),
+    "hsdp": KeyAlias("sharded_state=parameters over groups of this many replicas: state_group", _translate_hsdp),
     "sp": KeyAlias("sharding: true is megatron-sp, false is megatron", _translate_sequence_parallel),
 }
 """Aliases whose meaning does not depend on other choices."""

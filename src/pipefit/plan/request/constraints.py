@@ -23,6 +23,7 @@ from pipefit.plan.request.aliases import (
 )
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.module_decisions import MultiModuleConfig
+from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.types import Divide, Recompute
 from pipefit.schedule.families import FAMILIES
 
@@ -58,6 +59,13 @@ def _parse_count(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)
     return int(text)
+
+
+def _parse_group(text: str) -> int:
+    """Parse `8` as groups of eight, `all` as one group (0)."""
+    if text != "all" and int(text) < 2:
+        raise ValueError(text)
+    return 0 if text == "all" else int(text)
 
 
 def _parse_numbers(text: str) -> tuple[int, ...]:
@@ -118,6 +126,9 @@ KEYS: Mapping[str, ConstraintKey] = {
     "sharded_state": ConstraintKey(
         "none or optimizer: the state that the replicas shard (ZeRO-1)",
         lambda text: check_sharded_state(text, "--fix sharded_state"),
+    ),
+    "state_group": ConstraintKey(
+        "a count of neighbouring replicas that shard that state together (HSDP), or all", _parse_group
     ),
     "inner": ConstraintKey(
         "replica or stage: adjacent ranks are the replicas of a stage, or the stages of a pipeline",
@@ -182,6 +193,8 @@ class Constraints:
     "Activation recomputation: one entry for all stages, or one per stage."
     sharded_state: ShardedState | None = None
     "The training state that the replicas shard: none, or the optimizer's (ZeRO-1)."
+    state_group: int | None = None
+    "Number of neighbouring replicas that shard that state together, 0: all; None: 0, until a pass tries other sizes."
     inner: Inner | None = None
     "Rank order: adjacent ranks are the replicas of a stage, or the stages of a pipeline."
     devices: int | None = None
@@ -381,6 +394,13 @@ def check_agreement(constraints: Constraints) -> None:
             seen=f"shards={len(shards)}, sharding={sharding}",
             allowed="shards=2 with sharding=megatron, megatron-sp or searched",
         )
+    check_state_group(
+        constraints.state_group or 0,
+        constraints.sharded_state,
+        constraints.replicas or (1,) * (constraints.state_group or 1),
+        constraints.context_size,
+        "--fix state_group",
+    )
     if sharding not in (None, "none") and shards is None:
         raise PlanError(
             "A sharding needs the number of shards.",
@@ -397,8 +417,9 @@ def describe_choices(decisions: ParallelConfig) -> str:
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
     context = f" x {decisions.context} parts of sequences" if decisions.context > 1 else ""
     slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
+    groups = f" in groups of {decisions.hybrid_group}" if decisions.hybrid_group else ""
     return (
         f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{context}{shards}, "
         f"{decisions.microbatches} microbatches{slices}, {decisions.schedule}, "
-        f"recompute {','.join(decisions.recompute)}, sharded state {decisions.sharded_state}"
+        f"recompute {','.join(decisions.recompute)}, sharded state {decisions.sharded_state}{groups}"
     )

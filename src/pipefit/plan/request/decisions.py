@@ -14,6 +14,7 @@ from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
 from pipefit.plan.request.context_parts import check_context, check_device_order
 from pipefit.plan.request.sliceable import check_slices
+from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY
 
@@ -54,6 +55,8 @@ class ParallelConfig:
     "One entry per stage, or one for all."
     sharded_state: ShardedState = "none"
     "The state that the replicas shard: none, or the optimizer's (ZeRO-1)."
+    state_group: int = 0
+    "Number of neighbouring replicas, times parts of sequences, over which that state is sharded; 0: all of them."
     inner: Inner = "replica"
     "Rank order within a host: the replicas of a stage are adjacent, or the stages of a pipeline."
     devices: tuple[int, ...] = ()
@@ -86,6 +89,16 @@ class ParallelConfig:
     def data_shares(self) -> tuple[int, ...]:
         """Shares of the devices that sum gradients together: the replicas, and the parts of their sequences."""
         return tuple(share for share in self.replicas for _ in range(self.context))
+
+    @property
+    def hybrid_group(self) -> int:
+        """Number of devices that shard the state together, if there are several such groups (HSDP); 0 otherwise."""
+        return self.state_group if self.state_group < len(self.data_shares) else 0
+
+    @property
+    def state_shares(self) -> tuple[int, ...]:
+        """Shares of the devices over which the state is sharded."""
+        return (1,) * self.hybrid_group or self.data_shares
 
     @property
     def is_sharded(self) -> bool:
@@ -153,6 +166,8 @@ class ParallelConfig:
         }
         if self.context > 1:
             words["context"] = str(self.context)
+        if self.hybrid_group:
+            words["state_group"] = str(self.hybrid_group)
         if self.placement:
             words["placement"] = ",".join(map(str, self.placement))
         if self.slices:
@@ -170,6 +185,7 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
     _check_positive("microbatches", decisions.microbatches)
     _check_positive("context", decisions.context)
     check_sharded_state(decisions.sharded_state, "sharded_state")
+    check_state_group(decisions.state_group, decisions.sharded_state, decisions.replicas, decisions.context)
     if count > layers:
         raise PlanError("There are more stages than layers.", where="stages", seen=count, allowed=f"1 to {layers}")
     if decisions.cuts and list(decisions.cuts) != sorted({*decisions.cuts} & {*range(1, layers)}):

@@ -12,7 +12,7 @@ from pipefit.plan.request.constraints import Constraints
 VALUES_TRIED = 64
 """Nearest values tried for each fix."""
 
-COUNTS = ("replicas", "context", "shards", "stages", "microbatches")
+COUNTS = ("replicas", "context", "shards", "stages", "microbatches", "state_group")
 """Fixes with a count that the message replaces by the nearest value."""
 
 
@@ -27,12 +27,12 @@ def explain_contradiction(
     changes = [change for key in COUNTS if (change := _nearest_value(key, constraints, largest, check)) is not None]
     if not changes:
         return error
-    pins = [f"{key}={_count_of(value)}" for key in COUNTS if (value := getattr(constraints, key)) is not None]
+    pins = [f"{key}={_count_of(value)}" for key in COUNTS if (value := getattr(constraints, key))]
     nearest = ("the nearest that go together: " if len(pins) > 1 else "the nearest possible: ") + ", or ".join(
         " ".join(
             f"{name}={count if name == key else _count_of(value)}"
             for name in COUNTS
-            if (value := getattr(constraints, name)) is not None
+            if (value := getattr(constraints, name))
         )
         for key, count in changes
     )
@@ -50,7 +50,7 @@ def _nearest_value(
 ) -> tuple[str, int] | None:
     """Return (key, count) for the count next to the fixed one that satisfies `check`; None if there is none."""
     value = getattr(constraints, key)
-    if value is None:
+    if not value:
         return None
     for count in _counts_by_distance(_count_of(value), largest):
         try:

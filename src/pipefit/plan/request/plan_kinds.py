@@ -53,6 +53,10 @@ KINDS: tuple[PlanKind, ...] = (
     PlanKind("context + tensor or pipeline", lambda decisions: decisions.context > 1),
     PlanKind("one device", _uses_axes()),
     PlanKind(
+        "hybrid sharded data parallel",
+        lambda decisions: parallel_axes(decisions) == ("data",) and decisions.hybrid_group > 0,
+    ),
+    PlanKind(
         "sharded data parallel",
         lambda decisions: parallel_axes(decisions) == ("data",) and decisions.sharded_state != "none",
     ),

@@ -3,7 +3,8 @@
 A bucket holds parameters of one stage with equal reduction, scatter, decay and norm rules, in the order in which a
 backward completes them (last layer first), up to a size. Buckets are formed from plan data only, so all ranks of a lane
 form the same ones in the same order. Under ZeRO-1 a bucket is cut evenly over the scatter group: every rank owns one
-run of the flat elements (`Gflat`: the parameters of the bucket concatenated). Under ZeRO-2 a bucket never spans two
+run of the flat elements (`Gflat`: the parameters of the bucket concatenated). With several groups that shard the state
+(HSDP), every group is cut in the same way. Under ZeRO-2 a bucket never spans two
 layers, and keeps only the owned run of its gradients; under ZeRO-3 also only the owned run of its parameters.
 """
 
@@ -46,6 +47,8 @@ class BucketEntry:
     "Axes over which its optimizer state is sharded (ZeRO-1)."
     sharded: ShardedState = "none"
     "What is sharded over these axes."
+    state_group: int = 0
+    "Number of neighbours along these axes that shard it together; 0: all of them."
     fill: Callable[[], Tensor] | None = None
     "Returns the initial value of the local part, for a tensor without storage (ZeRO-3)."
     decays: bool = True
@@ -178,7 +181,7 @@ def make_buckets(
 ) -> list[GradientBucket]:
     """Return the buckets of one lane, in launching order; the entries' storage moves into them.
 
-    `scatter_place[stage, state_axes]` is (this rank's index, size) of the scatter group.
+    `scatter_place[stage, state_axes]` is (this rank's index, size) of the group that shards the state.
     """
     runs: list[list[BucketEntry]] = []
     current: dict[object, list[BucketEntry]] = {}

@@ -8,6 +8,9 @@ turns and hold a parameter in the same way, one sum covers the devices of all th
 
 Under ZeRO-2 and ZeRO-3 the layers reduce-scatter their gradients themselves (`run.stage.sharded_layers`). Only the sum
 of the owned runs over the other axes, if there are any, is left to the end of the step.
+
+If groups of replicas shard the state (HSDP), gradients are reduce-scattered within the groups. The owned runs are then
+all-reduced over the devices that own the same run in other groups, once a step, beside the rest of the last backward.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ from torch import Tensor
 from pipefit.layout import AxisName, Mesh
 from pipefit.run.transfers.comms import CommGroups, all_gather, reduce_scatter
 from pipefit.run.update.buckets import GradientBucket
+from pipefit.run.update.state_devices import state_devices
 from pipefit.run.update.tied import TiedSum
+
+PEER_LAG = 2
+"""Buckets whose sum within the group starts before an earlier one, nearly complete by then, is summed over the other
+groups. Of sharded layers, the layers of a backward after which the sum of one is complete."""
 
 
 class GradientReducer:
@@ -58,8 +66,10 @@ class GradientReducer:
 
         def on_layer(layer: int) -> None:
             for job in jobs:
-                if not (job.started or job.bucket.shards_gradients) and job.bucket.first_layer >= layer:
+                if not job.started and job.is_complete(layer):
                     job.start_reduction()
+            for job in [job for job in jobs if job.started][:-PEER_LAG]:
+                job.start_peer_sum()
 
         return on_layer
 
@@ -75,6 +85,8 @@ class GradientReducer:
         for job in sorted(self._jobs, key=lambda job: len(job.bucket.summing_devices)):
             if not job.started:
                 job.start_reduction()
+        for job in self._jobs:
+            job.start_peer_sum()
         for job in self._jobs:
             job.wait_all()
         exchanges = [
@@ -112,33 +124,38 @@ class _BucketReduction:
         self, bucket: GradientBucket, comms: CommGroups, group: Mesh, device: int, ranks: Mapping[int, int]
     ) -> None:
         self.bucket = bucket
-        self.started = False
+        self.started = self._peers_started = False
         self._work: Any = None
         entry = bucket.entries[0]
+        state = state_devices(group, device, entry)
 
-        def axis_members(axes: Sequence[AxisName]) -> Any:
-            return comms.find_group([ranks[d] for d in group.devices_along(device, axes)])
+        def process_group(devices: Sequence[int], axes: Sequence[AxisName] = ()) -> Any:
+            return comms.find_group([ranks[d] for d in group.spread_along(devices, axes)])
 
-        late_axes = entry.sum_over
-        if bucket.shards_gradients:
-            late_axes = tuple(name for name in entry.sum_over if name not in entry.state_axes)
-        self._sum = (
-            comms.find_group([ranks[d] for d in bucket.summing_devices])
-            if bucket.summing_devices
-            else axis_members(late_axes)
-        )
-        self._scatter = axis_members(entry.state_axes)
-        copied = {*entry.sum_over, *entry.alike_over} - {*entry.state_axes}
-        split_axes = [axis.name for axis in group.axes if axis.name not in copied]
-        self._parts = axis_members(split_axes)
+        late_axes = [name for name in entry.sum_over if name not in entry.state_axes]
+        if bucket.summing_devices:
+            self._sum = comms.find_group([ranks[d] for d in bucket.summing_devices])
+        elif bucket.shards_gradients:
+            self._sum = process_group(state.peers, late_axes)
+        else:
+            self._sum = process_group((device,), entry.sum_over)
+        self._scatter = process_group(state.group)
+        copied = {*entry.sum_over, *entry.alike_over, *entry.state_axes}
+        self._parts = process_group(state.group, [axis.name for axis in group.axes if axis.name not in copied])
         self._scatters = (
             self._scatter is not None
             and not (bucket.is_tied or bucket.summing_devices or bucket.shards_gradients)
             and set(entry.state_axes) == set(entry.sum_over)
         )
+        self._peers = process_group(state.peers) if self._scatters else None
+        self._lag = 0 if not bucket.shards_gradients else PEER_LAG if len(state.peers) > 1 else None
+
+    def is_complete(self, layer: int) -> bool:
+        """Return whether the gradients are complete in a last backward that has finished this layer."""
+        return self._lag is not None and self.bucket.first_layer >= layer + self._lag
 
     def reset_gradients(self) -> None:
-        self.started = False
+        self.started = self._peers_started = False
         self.bucket.gradients.zero_()
 
     def start_reduction(self) -> None:
@@ -146,12 +163,19 @@ class _BucketReduction:
         if self._sum is None:
             return
         if self._scatters:
-            self._work = reduce_scatter(self.bucket.owned_gradients, self.bucket.gradients, self._sum)
+            self._work = reduce_scatter(self.bucket.owned_gradients, self.bucket.gradients, self._scatter)
         else:
             summed = self.bucket.gradients
             if not self.bucket.shards_gradients:
                 summed = summed[: self.bucket.used_elements]
             self._work = dist.all_reduce(summed, group=self._sum, async_op=True)
+
+    def start_peer_sum(self) -> None:
+        """Wait for the sum within the group, and start to sum the owned run over the other groups."""
+        if self._peers is not None and not self._peers_started:
+            self._peers_started = True
+            self.wait_all()
+            self._work = dist.all_reduce(self.bucket.owned_gradients, group=self._peers, async_op=True)
 
     def sum_parts(self, values: Tensor) -> None:
         if self._parts is not None:

@@ -39,6 +39,7 @@ from pipefit.run.transfers.wiring import channel_pairs
 from pipefit.run.update.buckets import BucketEntry, make_buckets
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.update.reduce import GradientReducer
+from pipefit.run.update.state_devices import state_devices, state_process_groups
 from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers
 from pipefit.run.worker.runnable import check_runnable
@@ -158,6 +159,7 @@ def make_groups(
         for device in group.devices:
             for axes in group.axis_subsets():
                 groups.append([ranks[d] for d in group.devices_along(device, axes)])
+    groups += state_process_groups(plan, ranks)
     programs_of = stage_programs(plan, model) if programs_of is None else programs_of
     uses = tied_uses(plan, model, programs_of)
     across = shared_devices(plan, model, uses, programs_of)
@@ -329,6 +331,7 @@ def _bucket_entry(
         alike_over=tuple(name for name in copied if name in alike),
         state_axes=tuple(axis.name for axis in axes if form_layout(state.get(axis.name, "I")) == SHARDED_FORM),
         sharded=held_state(plan, parameter, place.groups[stage]),
+        state_group=plan.stages[stage].state_group,
         decays=len(parameter.shape) > 1,
         counted=plan.order.placement[parameter.owner] == place.lane,
         tied=len(lanes) > 1,
@@ -440,8 +443,6 @@ def _parameter_form(name: str, model: Model, stage: Stage, programs: Mapping[str
 def _scatter_places(entries: Sequence[BucketEntry], place: RankPlace) -> dict[object, tuple[int, int]]:
     result: dict[object, tuple[int, int]] = {}
     for entry in entries:
-        members = sorted(
-            place.ranks[d] for d in place.groups[entry.stage].devices_along(place.device, entry.state_axes)
-        )
-        result[entry.stage, entry.state_axes] = (members.index(place.ranks[place.device]), len(members))
+        members = state_devices(place.groups[entry.stage], place.device, entry).group
+        result[entry.stage, entry.state_axes] = (members.index(place.device), len(members))
     return result

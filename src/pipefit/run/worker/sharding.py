@@ -11,6 +11,7 @@ from pipefit.run.stage.program import StageProgram
 from pipefit.run.stage.sharded_layers import ShardedBucket, ShardedLayers, gradient_passes
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.buckets import GradientBucket
+from pipefit.run.update.state_devices import state_devices
 
 
 def held_state(plan: Plan, parameter: ParameterPlan, group: Mesh) -> ShardedState:
@@ -44,7 +45,7 @@ def bind_sharded_layers(
         layers = []
         for bucket in buckets:
             if bucket.stage == stage and bucket.shards_gradients:
-                members = groups[stage].devices_along(device, bucket.entries[0].state_axes)
+                members = state_devices(groups[stage], device, bucket.entries[0]).group
                 group = comms.find_group([ranks[member] for member in members])
                 index = bucket.first_layer
                 layers.append((index, ShardedBucket(bucket, group, _bucket_passes(program, index, bucket))))
