@@ -70,7 +70,8 @@ class LowerBounds:
         stacks = [self._lane_stack(panel) for panel in space]
         alike: dict[object, list[int]] = {}
         for index, (panel, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
-            key = (id(stack), panel.names, panel.sharded_state, panel.state_group, panel.slices, panel.program)
+            state = panel.sharded_state, panel.state_group
+            key = (id(stack), panel.names, panel.inner, state, panel.slices, panel.program)
             alike.setdefault(key, []).append(index)
         for places in alike.values():
             lanes = [stacks[index][1] for index in places]
