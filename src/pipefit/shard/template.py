@@ -193,12 +193,15 @@ class PricedTemplate:
         kinds = template.members.kind_count
         distinct = {id(step.ways): step.ways for step in template.steps}  # equal steps share their options
         self._able = {
-            key: tuple(number for number, option in enumerate(ways) if _is_possible(option, fractions))
-            for key, ways in distinct.items()
+            key: tuple(number for number, option in enumerate(options) if _is_possible(option, fractions))
+            for key, options in distinct.items()
         }
         self._options = {
-            key: [(ways[n], ways[n].step_s(fractions, kinds), _held_bytes(ways[n], fractions)) for n in self._able[key]]
-            for key, ways in distinct.items()
+            key: [
+                (options[n], options[n].step_s(fractions, kinds), _held_bytes(options[n], fractions))
+                for n in self._able[key]
+            ]
+            for key, options in distinct.items()
         }
         self._moves = {
             key: [

@@ -77,7 +77,7 @@ def request_from_constraints(constraints: Constraints, job: Job, devices: int) -
 
 
 def recipe_chains(model: Model, network: Network, layers: LayerCosts, job: Job, asked: RecipeRequest) -> ChainSearch:
-    """Return the search of programs for a request. What it learns holds for any number of lanes."""
+    """Return the search of programs for a request. Its results hold for any number of lanes."""
     setting = shard_setting(
         model,
         network,

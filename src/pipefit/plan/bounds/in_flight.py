@@ -37,9 +37,9 @@ def in_flight_bytes(
     peaks = _order_peaks(FAMILIES[schedule], tuple(placement), min(microbatches, PERIODS * lanes))
     if peaks is None:
         return [0.0] * lanes
-    kept = np.stack([np.asarray(saved_bytes), np.asarray(pending_bytes or np.zeros(len(placement)))])
+    bytes_of_stage = np.stack([np.asarray(saved_bytes), np.asarray(pending_bytes or np.zeros(len(placement)))])
     return [
-        float((counts * kept[:, np.asarray(placement) == lane].ravel()).sum(axis=1).max())
+        float((counts * bytes_of_stage[:, np.asarray(placement) == lane].ravel()).sum(axis=1).max())
         for lane, counts in enumerate(peaks)
     ]
 
@@ -76,20 +76,20 @@ def _order_peaks(family: ScheduleFamily, placement: tuple[int, ...], microbatche
     peaks = []
     for lane, actions in enumerate(order.lanes):
         stages = [stage for stage, stage_lane in enumerate(placement) if stage_lane == lane]
-        column, count = {stage: index for index, stage in enumerate(stages)}, len(stages)
+        column, count = {stage: number for number, stage in enumerate(stages)}, len(stages)
         held = [0] * (2 * count)
         seen = {tuple(held)}
         for action in actions:
-            place = column[action.stage]
+            index = column[action.stage]
             if action.kind == "F":
-                held[place] += 1
+                held[index] += 1
                 seen.add(tuple(held))
             elif action.kind == "W":
-                held[count + place] -= 1
+                held[count + index] -= 1
             else:
-                held[place] -= 1
+                held[index] -= 1
                 if action.kind == "I":
-                    held[count + place] += 1
+                    held[count + index] += 1
                     seen.add(tuple(held))
         peaks.append(_maximal_rows(np.array(sorted(seen), dtype=np.int64)))
     return tuple(peaks)

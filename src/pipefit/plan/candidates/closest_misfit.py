@@ -67,16 +67,16 @@ def _fewest_in_flight(schedule: str, placement: tuple[int, ...], microbatches: i
 
 
 def leanest_misfits(
-    cutter: LayerCutter, job: Job, unfit: Iterable[tuple[float, ParallelConfig]], most: int
+    cutter: LayerCutter, job: Job, unfit: Iterable[tuple[float, ParallelConfig]], limit: int
 ) -> Iterator[InfeasiblePlan]:
     """Yield the leanest of these infeasible candidates, each with its bound, for every pair of replicas and stages; at
-    most `most`."""
+    most `limit`."""
     leanest: dict[tuple[int, int], tuple[float, float, ParallelConfig]] = {}
     for bound_s, decisions in unfit:
         grid = (len(decisions.replicas), decisions.stage_count)
         need = cutter.least_bytes(job, decisions)
         if grid not in leanest or need < leanest[grid][0]:
             leanest[grid] = (need, bound_s, decisions)
-    for _, bound_s, decisions in list(leanest.values())[:most]:
+    for _, bound_s, decisions in list(leanest.values())[:limit]:
         cut = cutter.cut_layers(job, decisions) or cutter.leanest_cut(job, decisions)
         yield misfit_of(bound_s, decisions, cut)

@@ -20,10 +20,10 @@ from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, 
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.bounds.step_bounds import min_in_flight
-from pipefit.plan.bounds.traffic_bounds import ModuleTraffic, TrafficBounds, hidden_s
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_figures import BoundsStack, GridBounds, LayerBounds, fill_lanes, stack_bounds
 from pipefit.plan.candidates.slicings import SequenceSlicer
+from pipefit.plan.candidates.traffic_bounds import ModuleTraffic, TrafficBounds, hidden_s
 from pipefit.plan.cutting.cutter import LayerCutter, ShardProgram
 from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of

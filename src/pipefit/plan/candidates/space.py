@@ -407,16 +407,16 @@ def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -
 
 def _check_space_groups(devices: int, constraints: Constraints) -> None:
     """Raise PlanError for a bad size of groups, and if there are too few devices for several groups."""
-    size, most = constraints.state_group or 0, devices // constraints.shard_count
+    size, limit = constraints.state_group or 0, devices // constraints.shard_count
     replicas = constraints.replicas or (1,) * size
     check_state_group(size, constraints.sharded_state, replicas, constraints.context_size, "--fix state_group")
-    if constraints.replicas is None and 2 * size > most:
+    if constraints.replicas is None and 2 * size > limit:
         raise PlanError(
             "Several groups that shard state need more devices than the cluster has.",
             where="--fix state_group",
-            seen=f"2 groups of {size}, {most} replicas at most",
-            allowed=(f"at most {most // 2}" if most > 3 else "all")
-            + (f"; or replicas={size} as well, for one group of all" if size <= most else ""),
+            seen=f"2 groups of {size}, {limit} replicas at most",
+            allowed=(f"at most {limit // 2}" if limit > 3 else "all")
+            + (f"; or replicas={size} as well, for one group of all" if size <= limit else ""),
         )
 
 

@@ -119,12 +119,8 @@ class LayoutSearch:
         sliced = self.promising_sliced(space)
         considered = sum(panel.candidate_count for panel in (*plain, *sliced))
         if considered == 1:
-            check_config(
-                (*plain, *sliced)[0].decisions_at(0),
-                self.job,
-                len(self.context.only_module.layers),
-                self.context.network.devices,
-            )
+            decisions, layers = (*plain, *sliced)[0].decisions_at(0), len(self.context.only_module.layers)
+            check_config(decisions, self.job, layers, self.context.network.devices)
         budget = self.budget.sliced_actions * self.few / self.share
         bounds += [self.explore_grids(sliced, budget, budget)] if sliced else []
         self._improve_kinds()
@@ -152,9 +148,8 @@ class LayoutSearch:
     def promising_sliced(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
         """Return the sliced grids that may beat the best plan so far."""
         if self.constraints.slices is not None:
-            sliced_grids = (
-                slice_grid(panel, self.job, families_only(self.constraints), self.slicer) for panel in space
-            )
+            families = families_only(self.constraints)
+            sliced_grids = (slice_grid(panel, self.job, families, self.slicer) for panel in space)
             return [sliced for sliced in sliced_grids if sliced is not None]
         hope = PruningThreshold(self.floors, self.fitting[0].step_s if self.fitting else float("inf"))
         return best_sliced_grids(most_promising(space, hope, self.few), self.slicer, hope, self.few)
