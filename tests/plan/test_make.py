@@ -24,7 +24,7 @@ def make_request(cluster: str, *fixes: str) -> SearchRequest:
 
 def test_the_passes_stand_in_one_order() -> None:
     names = [search_pass.__name__ for search_pass in PASSES]
-    assert names == ["search_layouts", "split_sequences", "place_devices", "group_devices", "trade_time"]
+    assert names == ["search_layouts", "split_sequences", "group_state", "place_devices", "group_devices", "trade_time"]
 
 
 @pytest.mark.parametrize("cluster", ["2xA100-80", "2x1xV100:1Gbit/s"])

@@ -17,6 +17,7 @@ from pipefit.plan.evaluate.search_progress import (
     LAYOUTS,
     PLACING,
     SENSITIVITY,
+    STATE_GROUPS,
     TRADE,
     SearchReport,
 )
@@ -25,7 +26,7 @@ from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=64)
-PASS_NAMES = [LAYOUTS, CONTEXTS, PLACING, GROUPS, TRADE, SENSITIVITY]
+PASS_NAMES = [LAYOUTS, CONTEXTS, STATE_GROUPS, PLACING, GROUPS, TRADE, SENSITIVITY]
 
 
 def plan_toy(
