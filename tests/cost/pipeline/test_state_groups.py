@@ -19,7 +19,9 @@ from pipefit.cost.work import PipelineWork
 from pipefit.layout import Mesh, MeshAxis, group_peers, home_group
 from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.assemble.predict import PlanSimulation, simulate_plan
-from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.check.rules import plan_problems
+from pipefit.plan.evaluate.evaluate import evaluate_candidate
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.show.traffic import step_traffic
@@ -100,6 +102,20 @@ def test_collectives_stay_in_the_group_and_pieces_cross_once(state: ShardedState
             assert traffic.gather_s == tuple(all_gather_s(network, inside, n * 2) if n else 0.0 for n in counts)
     gathered_s = all_gather_s(network, inside, elements * 2)
     assert gather_s(stage, work, network) == (0.0 if state == "parameters" else pytest.approx(gathered_s))
+
+
+@pytest.mark.parametrize("cuts", [(), (3,), (5,), (6,)])
+@pytest.mark.parametrize("state", STATES)
+def test_a_plan_is_simulated_as_it_was_searched(state: ShardedState, cuts: tuple[int, ...]) -> None:
+    """Also with a last stage that has no parameters."""
+    context = PlannerContext(MODEL, CLUSTER)
+    config = ParallelConfig(replicas=(1,) * 4, cuts=cuts, microbatches=2, sharded_state=state, state_group=2)
+    parts = context.make_skeleton(JOB, config)
+    found = evaluate_candidate(context, config, parts)
+    plan = context.assemble_plan(parts, found.decisions, found.simulation.timeline.schedule)
+    again = simulate_plan(plan, MODEL, CLUSTER)
+    assert again.timeline.makespan_s == found.step_s and again.peaks_bytes == found.simulation.peaks_bytes
+    assert not list(plan_problems(plan, MODEL, CLUSTER))
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -38,6 +38,11 @@ def split(name: str = "llama", **decisions: Any) -> tuple[str, Callable[[str], P
     return name, lambda state: plans.zero_bubble_like(make(state))
 
 
+def v_placed(name: str) -> tuple[str, Callable[[str], Plan]]:
+    _, make = of(name, stages=4, placement=(0, 1, 1, 0), schedule="gpipe", **FOUR)
+    return name, lambda state: plans.with_order(make(state), "v", plans.V_LANES)
+
+
 CASES: dict[str, tuple[str, Callable[[str], Plan]]] = {
     "4 replicas": of(**FOUR),
     "6 replicas, groups of 3": of(replicas=(1,) * 6, state_group=3, microbatches=1),
@@ -55,6 +60,9 @@ CASES: dict[str, tuple[str, Callable[[str], Plan]]] = {
     "tied": of("tied", **FOUR),
     "tied over 2 stages": of("tied", stages=2, **FOUR),
     "full recomputation": of(stages=2, recompute=("full",), **FOUR),
+    "slices": of(stages=2, slices=(5, 4, 3), **FOUR),
+    "V placement": v_placed("llama"),
+    "V placement, tied": v_placed("tied"),
     "I and W apart": split(stages=2, **FOUR),
     "I and W apart, tied": split("tied", stages=2, **FOUR),
 }

@@ -44,8 +44,9 @@ def copies_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 
     The runtime does this once a step, after the sums within the groups.
     """
-    rings = copy_rings(stage)
-    return all_reduce_s(network, rings, stage.copied_elements * GRADIENT_BYTES[work.precision]) if rings else 0.0
+    if not stage.copied_elements:
+        return 0.0
+    return all_reduce_s(network, copy_rings(stage), stage.copied_elements * GRADIENT_BYTES[work.precision])
 
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:

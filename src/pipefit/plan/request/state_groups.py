@@ -59,13 +59,11 @@ def state_group_problems(plan: Plan) -> Iterator[PlanError]:
         if not stage.state_group:
             continue
         where, mesh = f"stages[{index}].{STATE_GROUP}", plan.stage_mesh(index)
-        state = state_of_forms(
-            form for parameter in plan.parameters if index in parameter.uses for form in parameter.state
-        )
+        forms = [form for parameter in plan.parameters if index in parameter.uses for form in parameter.state]
+        state = state_of_forms(forms) if forms else None  # a stage without parameters has no state to shard
+        replicas, context = mesh.find_axis("replica").shares, mesh.find_axis("context").size
         try:
-            check_state_group(
-                stage.state_group, state, mesh.find_axis("replica").shares, mesh.find_axis("context").size, where
-            )
+            check_state_group(stage.state_group, state, replicas, context, where)
         except PlanError as error:
             yield error
         if len({plan_stage.module for plan_stage in plan.stages}) > 1:
