@@ -56,6 +56,9 @@ def format_table(columns: str, rows: Iterable[Sequence[str]]) -> str:
 
 def planning_table() -> str:
     titles = {
+        "8 devices, 8B": "8 devices, 8B",
+        "64 devices, 70B": "64 devices, 70B",
+        "1024 devices, 405B": "1,024 devices, 405B",
         "64 devices, 8B": "64 devices, 8B",
         "1024 devices, 70B": "1,024 devices, 70B",
         "64 mixed devices, 8B": "64 of two kinds, skewed links, 8B",

@@ -196,12 +196,16 @@ def cluster_of(row: PublishedRow, file: PublishedFile) -> Cluster:
 
 
 def model_source(row: PublishedRow, file: PublishedFile, folder: Path) -> str:
+    """Return `write_model` of a configuration."""
+    return write_model(row.model, file.models[row.model], row.sequence, folder)
+
+
+def write_model(name: str, model: PublishedModel, sequence: int, folder: Path) -> str:
     """Return the name of a model that pipefit knows, or the configuration file that is written into the folder."""
-    model = file.models[row.model]
     if model.builtin:
         return model.builtin
-    path = folder / f"{row.model}-{max(row.sequence, model.positions)}.json"
-    path.write_text(json.dumps(model_config(model, row.sequence)), encoding="utf-8")
+    path = folder / f"{name}-{max(sequence, model.positions)}.json"
+    path.write_text(json.dumps(model_config(model, sequence)), encoding="utf-8")
     return str(path)
 
 
