@@ -331,12 +331,36 @@ def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.Monke
         Constraints(schedule="zb-h1", stages=3, groups=False),
     )
     proven = make_plan(model, toy_cluster(), job, constraints)
-    monkeypatch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", SearchBudget(order_actions=0))
+    budget = SearchBudget(order_actions=0, first_fit_actions=0)
+    monkeypatch.setattr("pipefit.plan.passes.search.SEARCH_BUDGET", budget)
     hasty = make_plan(model, toy_cluster(), job, constraints)
     assert hasty.prediction is not None and proven.prediction is not None
     assert "no candidate left has a lower bound below" in proven.prediction.assumptions[-1]
     assert "the search budget was used up" in hasty.prediction.assumptions[-1]
     assert hasty.prediction.step_s > proven.prediction.step_s
+
+
+def test_an_estimated_candidate_is_simulated_although_the_budget_is_spent() -> None:
+    """A pinned pipeline whose estimate alone takes the budget is a plan, not a misfit."""
+    constraints = Constraints(
+        schedule="1f1b", stages=3, replicas=(1,), microbatches=64, recompute=("none",), sharded_state="none", slices=1
+    )
+    context, job = PlannerContext(toy_model(8), toy_cluster(1, 3)), Job(batch=64, sequence=64)
+    budget = SearchBudget(order_actions=0, infeasible_actions=40, first_fit_actions=0)
+    found = search_plans(context, job, constraints, budget=budget)
+    assert found.fitting
+    assert found.fitting[0].step_s == search_plans(context, job, constraints).fitting[0].step_s
+
+
+def test_the_search_goes_on_after_a_late_first_fit() -> None:
+    """The first plan that fits is seldom the best: the search continues although its budget is spent."""
+    constraints, job = Constraints(schedule="zb-h1", stages=3, groups=False), Job(batch=16, sequence=4096)
+    context = PlannerContext(toy_model(8), toy_cluster())
+    best = search_plans(context, job, constraints).fitting[0]
+    hasty = SearchBudget(order_actions=0, first_fit_actions=0, alternative_simulations=0)
+    patient = SearchBudget(order_actions=0, alternative_simulations=0)
+    first = search_plans(context, job, constraints, budget=hasty).fitting[0]
+    assert search_plans(context, job, constraints, budget=patient).fitting[0].step_s == best.step_s < first.step_s
 
 
 def test_a_schedule_that_no_candidate_can_have_says_why() -> None:

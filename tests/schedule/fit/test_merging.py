@@ -10,12 +10,15 @@ import pytest
 from tests.support import fit_brute
 
 from pipefit.cost.types import ActionTable, CostTable
+from pipefit.errors import ScheduleError
 from pipefit.schedule import ScheduleProblem, linear_placement, uniform_costs, vee_placement
 from pipefit.schedule.fit.bounds import check_bound
 from pipefit.schedule.fit.exact import windows as exact
 from pipefit.schedule.fit.instance import FitInstance
+from pipefit.schedule.fit.kernels.arrays import PLAIN, make_tables
 from pipefit.schedule.fit.search import fit_schedule
-from pipefit.schedule.fit.starts.construct import merge_choices
+from pipefit.schedule.fit.starts.construct import merge_choices, sweep_orders
+from pipefit.schedule.fit.verify import SimulationMemo, sequential_orders, sequential_peak
 
 
 def costs_of(times: dict[str, list[float]], more: float, passing: float, transfer: tuple[float, float]) -> CostTable:
@@ -91,9 +94,6 @@ def test_the_least_of_all_is_found(seed: int, objective: str) -> None:
 def test_no_proof_is_above_the_least(seed: int) -> None:
     """From merged schedules and from split ones."""
     pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
-    from pipefit.schedule.fit.kernels.arrays import PLAIN
-    from pipefit.schedule.fit.verify import SimulationMemo, sequential_orders
-
     problem = drawn(seed)
     instance = FitInstance.from_problem(problem)
     least = fit_brute.best(instance)
@@ -125,3 +125,28 @@ def test_a_wrong_bound_is_an_error() -> None:
     assert check_bound(2.0, 3.0) == 2.0 and check_bound(3.0 * (1 + 1e-9), 3.0) == 3.0
     with pytest.raises(AssertionError, match=r"a bound of 3.1 s for a schedule that takes 3.0 s"):
         check_bound(3.1, 3.0)
+
+
+def test_one_microbatch_after_the_other_always_runs() -> None:
+    """W needs so much memory that a forward started early would block it: the orders are laid out, not built."""
+    placement = (0, 1, 2, 3, 0, 1, 2, 3)
+    held = {"F": 1.0, "I": 30.0, "W": -31.0, "B": -1.0}
+    near = {"F": 0.0, "I": 0.0, "W": 140.0, "B": 100.0}
+
+    def table(kind: str) -> ActionTable:
+        time_s, held_bytes, peak_bytes = (np.full((1, 1, 1), figure) for figure in (1.0, held[kind], near[kind]))
+        return ActionTable(time_s=time_s, held_bytes=held_bytes, peak_bytes=peak_bytes)
+
+    costs = replace(uniform_costs(placement), actions={kind: table(kind) for kind in "FIWB"})
+    problem = ScheduleProblem(placement=placement, microbatches=4, costs=costs, limit_bytes=(1.0,) * 4)
+    instance = FitInstance.from_problem(problem)
+    starts = sequential_orders(instance, PLAIN)
+    assert len(starts) == len(merge_choices(instance)) > 1
+    for start, merge in zip(starts, merge_choices(instance), strict=True):
+        tables = make_tables(instance)
+        state = sweep_orders(instance, tables, PLAIN, start.orders)
+        for lane, order in enumerate(start.orders):
+            peak = float((state.level[lane, : len(order)] + tables.need[order]).max())
+            assert peak == pytest.approx(sequential_peak(instance, lane, merge))
+    with pytest.raises(ScheduleError):
+        fit_schedule(problem, moves=100)

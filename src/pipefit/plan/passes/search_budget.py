@@ -29,9 +29,9 @@ class SearchBudget:
     "Work after which a search without any fitting plan stops."
     first_fit_actions: int = 50_000
     "Work after the first plan that fits, which often comes late and is seldom the best."
-    actions_per_table_device: float = 4.0
+    actions_per_table_device: float = 1.0
     "Work of one device of a cost table."
-    actions_per_cut: float = 8.0
+    actions_per_cut: float = 2.0
     "Work of a cut, whatever its stages."
     actions_per_cut_stage: float = 0.5
     "Work of one stage of a cut."

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.fit.instance import B, F, FitInstance, Floats, I, W, schedule_of
+from pipefit.schedule.fit.instance import B, F, FitInstance, Floats, I, Ints, W, schedule_of
 from pipefit.schedule.fit.kernels.arrays import SearchLoops, make_tables
-from pipefit.schedule.fit.starts.construct import build_orders, merge_choices
+from pipefit.schedule.fit.starts.construct import build_orders, merge_choices, sweep_orders
 from pipefit.schedule.fit.starts.start import TimedOrders
 from pipefit.schedule.lowering.lower import lower_schedule
 from pipefit.schedule.problem import ScheduleProblem
@@ -73,9 +74,38 @@ def sequential_orders(instance: FitInstance, loops: SearchLoops) -> list[TimedOr
     for merge in merge_choices(instance):
         limit = np.array([sequential_peak(instance, lane, merge) for lane in range(instance.lanes)]) * (1 + 1e-9)
         start = build_orders(instance, make_tables(replace(instance, limit_bytes=limit)), loops, wish, merge)
-        assert start is not None
+        if start is None:  # a forward that was started early can block a backward
+            orders = [_sequential_order(instance, lane, merge) for lane in range(instance.lanes)]
+            time_s = float(sweep_orders(instance, make_tables(instance), loops, orders).value[0])
+            start = TimedOrders(time_s, "", orders)
         starts.append(replace(start, name="one microbatch after the other"))
     return starts
+
+
+def _sequential_order(instance: FitInstance, lane: int, merge: NDArray[np.bool_]) -> Ints:
+    """Return the operations of a lane if the microbatches run one at a time."""
+    stages = instance.lane_stages(lane)
+    operations = [
+        instance.operation_number(kind, stages[position], unit)
+        for microbatch in range(instance.microbatches)
+        for kind, position, unit in _sequential_steps(instance, stages, microbatch, merge)
+    ]
+    return np.array(operations, dtype=np.int32)
+
+
+def _sequential_steps(
+    instance: FitInstance, stages: Sequence[int], microbatch: int, merge: NDArray[np.bool_]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (kind, position in `stages`, unit) of a microbatch: all forwards first, then all backwards."""
+    ahead = range(microbatch * instance.slices, (microbatch + 1) * instance.slices)
+    yield from ((F, position, unit) for position in range(len(stages)) for unit in ahead)
+    for position in reversed(range(len(stages))):
+        for unit in reversed(ahead):
+            if merge[stages[position]]:
+                yield B, position, unit
+            else:
+                yield I, position, unit
+                yield W, position, unit
 
 
 def least_held(instance: FitInstance) -> Floats:
@@ -94,15 +124,8 @@ def sequential_peak(instance: FitInstance, lane: int, merge: NDArray[np.bool_]) 
     held = instance.held_bytes[:, stages].tolist()
     need = (np.maximum(instance.held_bytes, 0.0) + instance.passing_bytes)[:, stages].tolist()
     for microbatch in range(instance.microbatches):
-        ahead = range(microbatch * instance.slices, (microbatch + 1) * instance.slices)
-        steps = [(F, position, unit) for position in range(len(stages)) for unit in ahead]
-        for position in reversed(range(len(stages))):
-            for unit in reversed(ahead):
-                steps += (
-                    [(B, position, unit)] if merge[stages[position]] else [(I, position, unit), (W, position, unit)]
-                )
         level = 0.0
-        for kind, position, unit in steps:
+        for kind, position, unit in _sequential_steps(instance, stages, microbatch, merge):
             peak = max(peak, level + need[kind][position][unit])
             level += held[kind][position][unit]
     return peak
