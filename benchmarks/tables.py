@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import markdown_table, read_result
+from pipefit.units import format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(ROOT / "docs" / "results" / name for name in ("results.md", "validation.md"))
@@ -76,6 +78,24 @@ def planning_table() -> str:
             for key in ("search_wall_s", "search_cpu_s", "with_groups_wall_s", "trade_wall_s", "sensitivity_wall_s")
         )
         rows.append((titles[name], f"{search} ({processor})", groups, trade, sensitivity))
+    return format_table(columns, rows)
+
+
+def joint_search_table() -> str:
+    rows = []
+    for row in load_result("joint_search")["rows"]:
+        outcomes = Counter(pin["outcome"] for pin in row["pins"])
+        best = min((pin["ratio"] for pin in row["pins"] if "ratio" in pin and row["step_s"]), default=None)
+        rows.append(
+            (
+                row["request"],
+                format_seconds(row["step_s"]) if row["step_s"] else "does not fit",
+                str(outcomes["slower"] + outcomes["faster"]),
+                str(outcomes["refused"] + outcomes["does not fit"]),
+                "" if best is None else f"{best:.3f}",
+            )
+        )
+    columns = "request | step of the free plan | pins planned | pins refused, or nothing fits | best pin over free"
     return format_table(columns, rows)
 
 
@@ -342,6 +362,7 @@ def program_pipelines_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "planning": planning_table,
+    "joint-search": joint_search_table,
     "mixed-clusters": mixed_clusters_table,
     "programs": spmd_table,
     "shares": shares_table,

@@ -49,6 +49,7 @@ FIXES = {
     "schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half"),
     "recompute": ("none", "selective", "full"),
     "sharded_state": ("none", "optimizer", "gradients", "parameters"),
+    "state_group": ("2", "4", "8"),
     "slices": ("1", "2", "4"),
 }
 """Values of `--fix` that pins are drawn from."""
