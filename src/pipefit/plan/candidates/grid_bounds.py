@@ -17,13 +17,14 @@ import numpy as np
 from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
 from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
+from pipefit.optimizers.sharded_state import shards_gradients
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
 from pipefit.plan.bounds.step_bounds import min_in_flight
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_figures import BoundsStack, GridBounds, LayerBounds, fill_lanes, stack_bounds
 from pipefit.plan.candidates.slicings import SequenceSlicer
-from pipefit.plan.candidates.traffic_bounds import ModuleTraffic, TrafficBounds, hidden_s
+from pipefit.plan.candidates.traffic_bounds import NO_TRAFFIC, ModuleTraffic, TrafficBounds, hidden_s
 from pipefit.plan.cutting.cutter import LayerCutter, ShardProgram
 from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
@@ -293,26 +294,18 @@ class LowerBounds:
 
     def _panel_traffic(self, panel: CandidateGrid) -> list[list[ModuleTraffic]]:
         """Return the collectives of the candidates of a grid: [sharded state][inner]."""
-        pattern = None if panel.pattern is None else id(panel)
-        key = (
-            panel.replica_count,
-            panel.context,
-            panel.state_group,
-            panel.program,
-            panel.lanes,
-            panel.inner,
-            panel.sharded_state,
-            pattern,
-        )
+        if not any(map(shards_gradients, panel.sharded_state)):
+            return [[NO_TRAFFIC] * len(panel.inner)] * len(panel.sharded_state)
+        pattern, program = None if panel.pattern is None else id(panel), panel.program
+        layout = panel.replica_count, panel.context, panel.state_group, panel.lanes
+        key = layout, program, panel.inner, panel.sharded_state, pattern
         if key not in self._traffic:
             layouts = [panel.decisions_at(inner) for inner in range(len(panel.inner))]
-            self._traffic[key] = (
-                panel,
-                [
-                    [self.traffic.module_traffic(replace(layout, sharded_state=state)) for layout in layouts]
-                    for state in panel.sharded_state
-                ],
-            )
+            traffic = [
+                [self.traffic.module_traffic(replace(decisions, sharded_state=state)) for decisions in layouts]
+                for state in panel.sharded_state
+            ]
+            self._traffic[key] = panel, traffic
         return self._traffic[key][1]
 
     def _memory_demand(self, floor: GridBounds) -> Array:

@@ -34,6 +34,9 @@ class ModuleTraffic(NamedTuple):
     "Part of the time beside the computation that costs nothing."
 
 
+NO_TRAFFIC = ModuleTraffic(0.0, 0.0, 1.0)
+
+
 class TrafficBounds:
     """The collectives of all layers on each group of devices, priced once."""
 
@@ -82,6 +85,8 @@ class TrafficBounds:
     def module_traffic(self, decisions: ParallelConfig) -> ModuleTraffic:
         """Return the least seconds of the collectives of all layers on any lane; nothing where replicas hold complete
         layers. Stages and cuts do not matter."""
+        if not shards_gradients(decisions.sharded_state):
+            return NO_TRAFFIC
         lanes, context, shards = decisions.lane_count, decisions.context, decisions.shards
         key = (
             (decisions.replicas, context, shards, decisions.sharding_key(0), lanes),
