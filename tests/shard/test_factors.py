@@ -15,7 +15,7 @@ from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.shard.frontier import form_number_along, solve_program
 from pipefit.shard.pricing import price_layer
 from pipefit.shard.recipe import parse_recipe, recipe_of, write_program
-from pipefit.shard.template import choose_program, held_fractions
+from pipefit.shard.template import PricedTemplate, choose_program, held_fractions
 
 WIDE = 256
 
@@ -42,7 +42,7 @@ def wide_layer(rows_are_few: bool, microbatches: int):
     )  # fmt: skip
     layer = price_layer(graph, setting, TensorForm("G", 0))
     template = replace(layer.template, wanted={layer.values.index(graph.outputs[0]): form_number_along(0)})
-    problem, numbers = template.problem_at(held_fractions(template.cuts, (1, 1), template.members))
+    problem, numbers = PricedTemplate(template, held_fractions(template.cuts, (1, 1), template.members)).problem_at()
     choice = choose_program(template, numbers, solve_program(problem))
     return graph, recipe_of(replace(layer, template=template), choice, TensorForm("G", 0), TensorForm("G", 0), (1, 1))
 

@@ -66,7 +66,7 @@ def test_several_starts_and_ends_in_one_pass():
         problem = random_problem(seed, 8)
         ends = [dict.fromkeys(problem.wanted, form) for form in range(4)]
         starts = [dict.fromkeys(problem.given, 0) | {0: form} for form in range(4)]
-        together = solve_between(problem, starts, ends)
+        together = {pair: found.build_solution() for pair, found in solve_between(problem, starts, ends).items()}
         for first, start in enumerate(starts):
             for second, end in enumerate(ends):
                 alone = replace(problem, given=start, wanted=end)

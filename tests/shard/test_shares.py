@@ -23,13 +23,14 @@ from pipefit.shard.template import (
     ComputeSegment,
     ConversionCost,
     OpenOption,
+    PricedTemplate,
     choose_program,
     held_fractions,
 )
 
 
 def searched(template, weights):
-    problem, numbers = template.problem_at(held_fractions(template.cuts, weights, template.members))
+    problem, numbers = PricedTemplate(template, held_fractions(template.cuts, weights, template.members)).problem_at()
     solution = solve_program(problem)
     return None if solution is None else choose_program(template, numbers, solution)
 
@@ -65,7 +66,7 @@ def joint_cost(template):
     numbers."""
     members = template.members
     count, kinds = len(members.kind), members.kind_count
-    problem, _ = template.problem_at(held_fractions((0,), [1] * count, members))
+    problem, _ = PricedTemplate(template, held_fractions((0,), [1] * count, members)).problem_at()
     program = Milp()
     fractions = [program.variable() for _ in range(kinds)]
     program.row(dict(zip(fractions, map(float, members.device_counts), strict=True)), 1, 1)

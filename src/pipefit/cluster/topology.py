@@ -74,6 +74,11 @@ def link_between(cluster: Cluster, source: int, target: int) -> Link:
     )
 
 
+def has_alike_hosts(cluster: Cluster) -> bool:
+    """Return whether all hosts have the same kind and number of devices, and the same links between them."""
+    return len({(host.kind, host.devices, host.link) for host in cluster.hosts}) == 1
+
+
 @lru_cache(maxsize=64)
 def _device_stops(counts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(counts))

@@ -17,7 +17,7 @@ from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, TensorForm, shard_form
 from pipefit.model.graph import Graph, Layer, Model, element_count
-from pipefit.shard.frontier import pending_solutions
+from pipefit.shard.frontier import solve_between
 from pipefit.shard.pricing import PricedLayer, ShardSetting, is_hidden_state, number_of, price_layer
 from pipefit.shard.recipe import ShardRecipe, recipe_of
 from pipefit.shard.template import ChosenProgram, PricedTemplate, choose_program, held_fractions
@@ -198,7 +198,7 @@ class ChainSearch:
         if priced_key not in self._priced:
             self._priced[priced_key] = PricedTemplate(template, fractions)
         problem, numbers = self._priced[priced_key].problem_at(self.byte_price_s, self.exposed)
-        solutions = pending_solutions(
+        solutions = solve_between(
             problem,
             [variant.template.given for variant in layers],
             [{**template.wanted, result: number_of(form)} for form in gives],

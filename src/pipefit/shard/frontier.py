@@ -111,17 +111,11 @@ class PendingSolution:
 
 def solve_program(problem: FormProblem) -> FormSolution | None:
     """Return the cheapest program, or None if there is none."""
-    return solve_between(problem, [problem.given], [problem.wanted]).get((0, 0))
+    pending = solve_between(problem, [problem.given], [problem.wanted]).get((0, 0))
+    return None if pending is None else pending.build_solution()
 
 
 def solve_between(
-    problem: FormProblem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
-) -> dict[tuple[int, int], FormSolution]:
-    """Return `pending_solutions`, built."""
-    return {pair: pending.build_solution() for pair, pending in pending_solutions(problem, starts, ends).items()}
-
-
-def pending_solutions(
     problem: FormProblem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
 ) -> dict[tuple[int, int], PendingSolution]:
     """Return the cheapest program for each pair (index in `starts`, index in `ends`) that has one, mostly in one pass.

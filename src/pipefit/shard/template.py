@@ -178,12 +178,6 @@ class LayerTemplate:
     given: Mapping[int, int]
     wanted: Mapping[int, int]
 
-    def problem_at(
-        self, fractions: HeldFractions, byte_price_s: float = 0.0, exposed: float = 1.0
-    ) -> tuple[FormProblem, tuple[tuple[int, ...], ...]]:
-        """Return `PricedTemplate.problem_at`."""
-        return PricedTemplate(self, fractions).problem_at(byte_price_s, exposed)
-
 
 class PricedTemplate:
     """A template with its costs at the devices' fractions, from which problems for all prices of memory follow."""
@@ -312,7 +306,7 @@ class ComputeSegment:
 
 
 def choose_program(template: LayerTemplate, numbers: Sequence[Sequence[int]], solution: FormSolution) -> ChosenProgram:
-    """Return the program of a solution of `template.problem_at(...)`."""
+    """Return the program of a solution of `PricedTemplate.problem_at`."""
     option_numbers = tuple(able[number] for able, number in zip(numbers, solution.ways, strict=True))
     return ChosenProgram(template, option_numbers, solution.before, solution.after)
 

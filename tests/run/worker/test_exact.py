@@ -308,3 +308,22 @@ def test_clipped_steps_are_pytorchs(gloo_pool, case):
     agree(found["parameters"], wanted)
     clipped = sum(float((gradient**2).sum()) for gradient in found["gradients"].values()) ** 0.5
     assert clipped == pytest.approx(bound, rel=1e-5)
+
+
+def check_clipping(pool, the_plan: Plan, name: str):
+    """Two clipped steps take the norm, and leave the parameters, of one process."""
+    optimizer = replace(cases.OPTIMIZER, max_norm=0.05)
+    found, wanted = (
+        pool.run(cases.run_steps, one, plans.model(name), plans.VOCABULARY, 2, True, optimizer, ranks=ranks)[0]
+        for one, ranks in prepared(pool, name, the_plan, plans.plan(name, microbatches=1))
+    )
+    assert wanted["steps"][0][1] > 0.1, "nothing is clipped"
+    np.testing.assert_allclose(found["steps"], wanted["steps"], rtol=1e-10)
+    for parameter, value in wanted["parameters"].items():
+        assert np.abs(found["parameters"][parameter] - value).max() <= 1e-9 * np.abs(value).max(), parameter
+
+
+def prepared(pool, name: str, *some: Plan) -> list[tuple[Plan, int]]:
+    """Each plan with its number of ranks, its weights ready in the pool."""
+    pool.run(cases.prepare, [(one, plans.model(name)) for one in some], ranks=8)
+    return [(one, len(one.used_devices)) for one in some]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.run.worker.test_exact import check_one_step, check_some_steps
+from tests.run.worker.test_exact import check_clipping, check_one_step, check_some_steps, prepared
 from tests.support import sharded_cases
 from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
@@ -93,20 +93,7 @@ def test_parameters_agree_after_some_steps(gloo_pool, case, state):
 @pytest.mark.parametrize("case", ["uneven replicas", "megatron-sp", "tied over 2 stages"])
 def test_clipping_takes_the_same_norm(gloo_pool, case, state):
     name, make = CASES[case]
-    optimizer = replace(cases.OPTIMIZER, max_norm=0.05)
-    found, wanted = (
-        gloo_pool.run(cases.run_steps, one, plans.model(name), plans.VOCABULARY, 2, True, optimizer, ranks=ranks)[0]
-        for one, ranks in prepared(gloo_pool, name, make(state), plans.plan(name, microbatches=1))
-    )
-    assert wanted["steps"][0][1] > 0.1, "nothing is clipped"
-    np.testing.assert_allclose(found["steps"], wanted["steps"], rtol=1e-10)
-    for parameter, value in wanted["parameters"].items():
-        assert np.abs(found["parameters"][parameter] - value).max() <= 1e-9 * np.abs(value).max(), parameter
-
-
-def prepared(pool: Any, name: str, *some: Plan) -> list[tuple[Plan, int]]:
-    pool.run(cases.prepare, [(one, plans.model(name)) for one in some], ranks=8)
-    return [(one, len(one.used_devices)) for one in some]
+    check_clipping(gloo_pool, make(state), name)
 
 
 @pytest.mark.parametrize("split_weights", [False, True])

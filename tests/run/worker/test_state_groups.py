@@ -7,15 +7,13 @@ continues under another.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.run.worker.test_exact import check_one_step, check_some_steps
+from tests.run.worker.test_exact import check_clipping, check_one_step, check_some_steps, prepared
 from tests.run.worker.test_state import interrupted, uninterrupted
 from tests.support import sharded_cases
-from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
 
 from pipefit.plan.types import Plan
@@ -92,15 +90,7 @@ def test_parameters_agree_after_some_steps(gloo_pool, case, state):
 def test_clipping_takes_the_same_norm(gloo_pool, case, state):
     """The norm counts each piece in one group."""
     name, make = CASES[case]
-    optimizer = replace(cases.OPTIMIZER, max_norm=0.05)
-    found, wanted = (
-        gloo_pool.run(cases.run_steps, one, plans.model(name), plans.VOCABULARY, 2, True, optimizer, ranks=ranks)[0]
-        for one, ranks in prepared(gloo_pool, name, make(state), plans.plan(name, microbatches=1))
-    )
-    assert wanted["steps"][0][1] > 0.1, "nothing is clipped"
-    np.testing.assert_allclose(found["steps"], wanted["steps"], rtol=1e-10)
-    for parameter, value in wanted["parameters"].items():
-        assert np.abs(found["parameters"][parameter] - value).max() <= 1e-9 * np.abs(value).max(), parameter
+    check_clipping(gloo_pool, make(state), name)
 
 
 @pytest.mark.parametrize("sharding", [{}, {"shards": (1, 1), "sharding": "megatron-sp"}])
@@ -179,8 +169,3 @@ def test_resuming_is_bit_equal(gloo_pool, tmp_path, state):
     assert resumed["steps"] == straight["steps"]
     for parameter, value in straight["parameters"].items():
         assert np.array_equal(resumed["parameters"][parameter], value), parameter
-
-
-def prepared(pool: Any, name: str, *some: Plan) -> list[tuple[Plan, int]]:
-    pool.run(cases.prepare, [(one, plans.model(name)) for one in some], ranks=8)
-    return [(one, len(one.used_devices)) for one in some]

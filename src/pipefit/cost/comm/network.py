@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from pipefit.cluster.measured import PortSharing
-from pipefit.cluster.topology import SELF, device_count, link_between, rail_index
+from pipefit.cluster.topology import SELF, device_count, has_alike_hosts, link_between, rail_index
 from pipefit.cluster.types import Cluster, DeviceKind, Link, is_processor
 from pipefit.cost.compute.curves import collective_factors, message_time_s, rail_message_time_s
 
@@ -195,24 +197,17 @@ class Network:
     def has_equal_hosts(self) -> bool:
         """Return whether all hosts and all links between them are alike, so that costs do not depend on which hosts a
         group has. False for measured clusters."""
-        cluster, count = self.cluster, len(self.cluster.hosts)
-        if cluster.measured is not None or len({(host.kind, host.devices, host.link) for host in cluster.hosts}) > 1:
+        cluster = self.cluster
+        if cluster.measured is not None or not has_alike_hosts(cluster):
             return False
-        entries = {
-            (number, latency_s, bandwidth, repeatability)
-            for number, rail in enumerate(cluster.rails)
-            for source in range(count)
-            for target, (latency_s, bandwidth, repeatability) in enumerate(
-                zip(
-                    rail.latency_s[source],
-                    rail.bandwidth_bytes_per_s[source],
-                    rail.repeatability[source] if rail.repeatability else (1.0,) * count,
-                    strict=True,
-                )
-            )
-            if source != target
-        }
-        return len(entries) <= len(cluster.rails)
+        between = ~np.eye(len(cluster.hosts), dtype=bool)
+        matrices = [
+            matrix
+            for rail in cluster.rails
+            for matrix in (rail.latency_s, rail.bandwidth_bytes_per_s, rail.repeatability)
+            if matrix
+        ]
+        return all(len(np.unique(np.array(matrix)[between])) <= 1 for matrix in matrices)
 
     def representative_devices(self, devices: tuple[int, ...]) -> tuple[int, ...]:
         """Return the devices with equal costs on the first hosts, in the same order; unchanged unless all hosts are

@@ -34,7 +34,7 @@ def in_flight_bytes(
     Zero if the schedule cannot be built; building it raises the error.
     """
     lanes = max(placement) + 1
-    peaks = _order_peaks(FAMILIES[schedule], tuple(placement), min(microbatches, PERIODS * lanes))
+    peaks = in_flight_peaks(FAMILIES[schedule], tuple(placement), min(microbatches, PERIODS * lanes))
     if peaks is None:
         return [0.0] * lanes
     bytes_of_stage = np.stack([np.asarray(saved_bytes), np.asarray(pending_bytes or np.zeros(len(placement)))])
@@ -57,18 +57,13 @@ def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[floa
     return [max(lane, key=lambda need: need[0] / need[1]) for lane in zip(*kinds, strict=True)]
 
 
-def in_flight_peaks(family: ScheduleFamily, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
-    """Return, for each lane, the maximal counts of microbatches held at one time, [moment, stage of the lane].
-
-    At every other moment no stage holds more than in one of these rows. None if the schedule cannot be built.
-    """
-    peaks = _order_peaks(family, placement, microbatches)
-    return None if peaks is None else tuple(_maximal_rows(rows[:, : rows.shape[1] // 2]) for rows in peaks)
-
-
 @lru_cache(maxsize=4096)
-def _order_peaks(family: ScheduleFamily, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
-    """Return `in_flight_peaks` with a second column for each stage of a lane: microbatches between I and W."""
+def in_flight_peaks(family: ScheduleFamily, placement: tuple[int, ...], microbatches: int) -> tuple[Ints, ...] | None:
+    """Return, for each lane, the maximal counts of microbatches held at one time: [moment, column].
+
+    The first columns are the microbatches of every stage of the lane between F and B or I, the others those between I
+    and W. At every other moment no column holds more than in one of these rows. None if the schedule cannot be built.
+    """
     try:
         order = family(ScheduleProblem(placement=placement, microbatches=microbatches))
     except ScheduleError:

@@ -79,17 +79,14 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
 def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
     """Return a lower bound of the memory of each lane under this order, without transfer buffers and temporary memory.
     Times are not needed."""
-    shape = (schedule.num_stages, schedule.microbatches, schedule.slices)
-    tables = costs.actions.items()
-    equal = all(table.held_bytes.shape[1] == 1 for _, table in tables)
-    if equal:
-        shape = (schedule.num_stages, 1, schedule.slices)
-    change = {kind: np.broadcast_to(table.held_bytes, shape).tolist() for kind, table in tables}
+    count = max(table.held_bytes.shape[1] for table in costs.actions.values())  # 1 if all microbatches are alike
+    shape = (schedule.num_stages, count, schedule.slices)
+    change = {kind: np.broadcast_to(table.held_bytes, shape).tolist() for kind, table in costs.actions.items()}
     floors = []
     for lane, actions in enumerate(schedule.lanes):
         held = peak = 0.0
         for kind, stage, microbatch, slice_, _, _ in actions:
-            held += change[kind][stage][0 if equal else microbatch][slice_]
+            held += change[kind][stage][microbatch % count][slice_]
             peak = max(peak, held)
         floors.append(float(costs.static_bytes[lane]) + peak)
     return floors

@@ -189,6 +189,10 @@ class CandidateQueue:
         return (decisions for decisions in by_schedule if self._may_fit[decisions.schedule][index])
 
 
+QueueEntry = CandidateQueue | SearchCandidate
+"""An entry of the search's heap: the candidates of a grid that are not built yet, or one that is."""
+
+
 def leanest_first(floors: LowerBounds, space: Sequence[CandidateGrid]) -> Iterator[ParallelConfig]:
     """Yield the candidates of these grids by the estimated fraction of memory they need, smallest first, up to
     HOPELESS."""

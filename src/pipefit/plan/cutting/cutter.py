@@ -335,10 +335,6 @@ class LayerCutter:
         width = COMPUTE_BYTES[job.precision] * (state == "parameters") + GRADIENT_BYTES[job.precision]
         return width * largest_pair(self._sharded_counts(sharding, shards).max(axis=1).tolist())
 
-    def sharded_elements(self, sharding: str, shards: tuple[int, ...]) -> float:
-        """Return the elements of all layers on the fullest device whose gradients ZeRO-2 and 3 shard."""
-        return float(self._sharded_counts(sharding, shards).max(axis=1).sum())
-
     def _sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> Array:
         """Return `layer_elements` as an array."""
         if (sharding, shards) not in self._sharded:

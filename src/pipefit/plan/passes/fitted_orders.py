@@ -134,13 +134,12 @@ def _recut_best(
     """
     if constraints.cuts is not None:
         return found
-    limit = FITTING_BUDGET.recut_actions
     seen: set[tuple[int, ...]] = set()
     fitting = list(found.fitting)
     for index, plan in enumerate(found.fitting):
         if (placement := plan.decisions.lane_of_stage) in seen or len(seen) >= most:
             continue
-        if _least_actions(plan.decisions) > limit:
+        if _least_actions(plan.decisions) > FITTING_BUDGET.recut_actions:
             continue
         seen.add(placement)
         fitting[index] = _refine_cuts(context, job, plan)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipefit.cluster.topology import has_alike_hosts
 from pipefit.errors import PlanError
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.evaluate.outcome import SearchResult, merge_results
@@ -70,14 +71,12 @@ def search_state_groups(
 
 def _groups_apply(context: PlannerContext, constraints: Constraints) -> bool:
     """Return whether the constraints leave room for groups, and the cluster has several equal hosts."""
-    hosts = context.cluster.hosts
     if constraints.state_group is not None or constraints.sharded_state == "none" or constraints.groups:
         return False
     if isinstance(constraints.mapping, tuple) or constraints.slices not in (None, 1):
         return False
-    return (
-        len(hosts) > 1 and hosts[0].devices > 1 and len({(host.kind, host.devices, host.link) for host in hosts}) == 1
-    )
+    hosts = context.cluster.hosts
+    return len(hosts) > 1 and hosts[0].devices > 1 and has_alike_hosts(context.cluster)
 
 
 def _promising_grids(searcher: LayoutSearch, space: list[CandidateGrid]) -> list[CandidateGrid]:

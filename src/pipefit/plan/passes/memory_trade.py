@@ -31,12 +31,12 @@ class TradeBudget:
     """Budgets of the trade of memory against time."""
 
     lower_limits: int = 2
-    "Limits below the device's to fit orders to. Fits with many actions use the device's limit only."
+    """Limits below the device's to fit orders to. Layouts with many actions are fitted on request only, to the
+    device's limit."""
     higher_limits: int = 2
     "Limits beyond the device's to fit orders to."
     family_actions: int = 2_000_000
-    """Actions of a layout times its devices above which the curve has no other families, and orders fitted to the
-    devices' limit only."""
+    "Actions of a layout times its devices above which the curve has no other families."
     step_tolerance: float = 1e-9
     "Relative difference below which step times count as equal."
 
@@ -75,17 +75,13 @@ def trade_memory(
     actions = 3 * layout.stage_count * layout.unit_count
     is_large = actions * layout.device_count > TRADE_BUDGET.family_actions
     has_many_actions = is_large or actions > FITTING_BUDGET.layout_actions
-    may_fit = not has_many_actions or constraints.schedule == FIT
     family_plans: list[EvaluatedPlan] = []
     if not is_large:
         family_plans = list(_evaluate_families(context, job, constraints, layout, has_many_actions))
-    own_fit = best if layout.schedule == FIT else None
-    fitted: list[EvaluatedPlan] = []
-    if own_fit is not None and not may_fit:
-        fitted = [own_fit]
-    elif layout.lane_count > 1 and may_fit:
+    fitted = [best] if layout.schedule == FIT else []
+    if layout.lane_count > 1 and (not has_many_actions or constraints.schedule == FIT):
         levels = _limit_levels(best, family_plans, has_many_actions)
-        fitted = _fit_levels(context, job, constraints, layout, levels, own_fit, _lane_limits(best))
+        fitted = _fit_levels(context, job, constraints, layout, levels, fitted, _lane_limits(best))
     choices = [best]
     fastest = best
     for plan in (*family_plans, *fitted):
@@ -176,10 +172,10 @@ def _fit_levels(
     constraints: Constraints,
     layout: ParallelConfig,
     levels: Sequence[float],
-    own: EvaluatedPlan | None,
+    known: Sequence[EvaluatedPlan],
     limits: Sequence[float],
 ) -> list[EvaluatedPlan]:
-    """Return orders fitted to each of these fractions of the lanes' limits, rising; `own` is already fitted."""
+    """Return orders fitted to each of these fractions of the lanes' limits, rising; `known` are already fitted."""
     recomputes = recompute_choices(
         constraints, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",))
     )
@@ -187,7 +183,7 @@ def _fit_levels(
     if len(layout.recompute) == 1 and actions > FITTING_BUDGET.stage_recompute_actions:
         recomputes = [layout.recompute]
     tables = tables_of(context, job, layout, recomputes)
-    plans = [] if own is None else [own]
+    plans = list(known)
     for index, level in enumerate(levels):
         context.tracker.count_left(len(levels) - index)
         plan = fit_layout(context, tables, [level * limit for limit in limits], moves=FITTING_BUDGET.least_moves)

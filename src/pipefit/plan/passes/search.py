@@ -32,7 +32,7 @@ from pipefit.plan.bounds.step_bounds import chain_bound_s
 from pipefit.plan.candidates.closest_misfit import find_closest, leanest_misfits, misfit_of
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.grid_bounds import LowerBounds
-from pipefit.plan.candidates.queue import CandidateQueue, SearchCandidate, build_queues
+from pipefit.plan.candidates.queue import CandidateQueue, QueueEntry, SearchCandidate, build_queues
 from pipefit.plan.candidates.sliced_grids import PruningThreshold, best_sliced_grids, most_promising, slice_grid
 from pipefit.plan.candidates.slicings import slicer_of
 from pipefit.plan.candidates.space import families_only, rearrange_kinds, unsliced_grid
@@ -103,7 +103,7 @@ class LayoutSearch:
         "The queues of all explored grids, which know the candidates that closed forms of memory ruled out."
         self.refused: list[ScheduleError] = []
         "Errors of schedule families that could not build an order for a candidate."
-        self.left: list[CandidateQueue | SearchCandidate] = []
+        self.left: list[QueueEntry] = []
         "Candidates that were not evaluated to the last level."
         self.seen: set[ParallelConfig] = set()
         "Candidates that were evaluated, before their cuts."
@@ -165,7 +165,7 @@ class LayoutSearch:
         self.spent = 0.0
         queues = build_queues(self.floors, space)
         self.queues += queues
-        items: list[CandidateQueue | SearchCandidate] = [queue for queue in queues if not queue.is_empty]
+        items: list[QueueEntry] = [queue for queue in queues if not queue.is_empty]
         lower_bound_s = min((item.bound_s for item in items), default=float("inf"))
         self.context.tracker.add_bound(lower_bound_s)
         heap = [(item.key_s, index) for index, item in enumerate(items)]
@@ -182,34 +182,34 @@ class LayoutSearch:
             if self.fitting[:1] != best:
                 again = more if best else max(more, self.budget.first_fit_actions)
                 until, best = max(until, self.spent + self.share * again), self.fitting[:1]
-        waiting = [items[index] for _, index in heap]
-        self._finish_estimates(waiting)
-        self.left += [item for item in waiting if item.bound_s < float("inf")]
+        self.left += self._finish_estimates([items[index] for _, index in heap])
         return lower_bound_s, min((entry.bound_s for entry in self.left), default=float("inf"))
 
-    def _finish_estimates(self, waiting: Sequence[CandidateQueue | SearchCandidate]) -> None:
+    def _finish_estimates(self, waiting: list[QueueEntry]) -> list[QueueEntry]:
         """Simulate the candidates whose estimates would win, the fastest first, until one fits: the budget ended before
-        they were simulated."""
+        they were simulated. Returns the entries that are still waiting."""
         estimated = [item for item in waiting if isinstance(item, SearchCandidate) and item.is_estimated]
-        best = self.fitting[:1]
+        finished, best = set[int](), self.fitting[:1]
         for candidate in sorted(estimated, key=lambda candidate: candidate.guess_s):
             if self.fitting[:1] != best or (best and self._cannot_win(candidate)):
-                return
+                break
             again: float | None = candidate.bound_s
             while again is not None and candidate.is_estimated:
                 again = self.raise_level(candidate, again)
-            candidate.bound_s = float("inf") if again is None else again
+            if again is None:
+                finished.add(id(candidate))
+            else:
+                candidate.bound_s = again
+        return [item for item in waiting if id(item) not in finished]
 
-    def _cannot_win(self, item: CandidateQueue | SearchCandidate) -> bool:
+    def _cannot_win(self, item: QueueEntry) -> bool:
         """Return whether a bound, or a simulation of the first microbatches, exceeds the best step."""
         best_s = self.fitting[0].step_s
         if isinstance(item, SearchCandidate) and item.is_estimated:
             return item.guess_s > best_s * (1 + self.budget.estimate_margin)
         return item.bound_s > best_s * (1 + TIE)
 
-    def _advance_entry(
-        self, items: list[CandidateQueue | SearchCandidate], index: int, heap: list[tuple[float, int]]
-    ) -> None:
+    def _advance_entry(self, items: list[QueueEntry], index: int, heap: list[tuple[float, int]]) -> None:
         """Evaluate an entry one level closer, and push it back into the heap unless it is finished."""
         item = items[index]
         if isinstance(item, SearchCandidate):
@@ -294,10 +294,9 @@ class LayoutSearch:
                 bound_s, _, decisions = known[closest[0]]
                 yield misfit_of(bound_s, decisions, closest[1])
             return
-        fastest = (
-            (bound_s, decisions) for bound_s, _, decisions in heapq.nsmallest(64 * self.budget.exact_misfits, unfit)
-        )
-        yield from leanest_misfits(cutter, self.job, fastest, self.budget.exact_misfits)
+        fastest = heapq.nsmallest(64 * self.budget.exact_misfits, unfit)
+        choices = [(bound_s, decisions) for bound_s, _, decisions in fastest]
+        yield from leanest_misfits(cutter, self.job, choices, self.budget.exact_misfits)
 
     def _unseen_candidates(self) -> Iterator[tuple[float, int, ParallelConfig]]:
         """Yield the remaining candidates, with a bound."""

@@ -124,7 +124,7 @@ KEYS: Mapping[str, ConstraintKey] = {
     "schedule": ConstraintKey(_family_names, _parse_family),
     "recompute": ConstraintKey("none, selective or full; or one of them for each stage, with commas", _parse_recompute),
     "sharded_state": ConstraintKey(
-        "none or optimizer: the state that the replicas shard (ZeRO-1)",
+        "none, optimizer, gradients or parameters: the state that the replicas shard (ZeRO)",
         lambda text: check_sharded_state(text, "--fix sharded_state"),
     ),
     "state_group": ConstraintKey(
@@ -192,7 +192,7 @@ class Constraints:
     recompute: tuple[Recompute, ...] | None = None
     "Activation recomputation: one entry for all stages, or one per stage."
     sharded_state: ShardedState | None = None
-    "The training state that the replicas shard: none, or the optimizer's (ZeRO-1)."
+    "The training state that the replicas shard: none, or that of ZeRO-1, 2 or 3."
     state_group: int | None = None
     "Number of neighbouring replicas that shard that state together, 0: all; None: 0, until a pass tries other sizes."
     inner: Inner | None = None

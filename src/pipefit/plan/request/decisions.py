@@ -54,7 +54,7 @@ class ParallelConfig:
     recompute: tuple[Recompute, ...] = ("none",)
     "One entry per stage, or one for all."
     sharded_state: ShardedState = "none"
-    "The state that the replicas shard: none, or the optimizer's (ZeRO-1)."
+    "The state that the replicas shard: none, or that of ZeRO-1, 2 or 3."
     state_group: int = 0
     "Number of neighbouring replicas, times parts of sequences, over which that state is sharded; 0: all of them."
     inner: Inner = "replica"
