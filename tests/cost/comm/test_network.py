@@ -110,3 +110,27 @@ def test_an_all_gather_against_a_ring_played_step_by_step(size: int, total: floa
             have[target].add(part)
             latest[target] = part
     assert all_gather_s(network, [range(size)], total) == pytest.approx(clock)
+
+
+def test_groups_laid_out_alike_stand_for_each_other_on_equal_hosts() -> None:
+    network = Network(hosts(4, 4, rails=2))
+    assert network.has_equal_hosts
+    assert network.representative_devices((9, 11, 13, 15)) == (1, 3, 5, 7)
+    assert network.representative_devices((5, 1)) == (5, 1), "the order stays"
+    for ring in ((8, 12), (9, 10, 13, 14), (4, 5, 12)):
+        alike = network.representative_devices(ring)
+        assert alike != ring
+        for collective in (all_gather_s, reduce_scatter_s, all_reduce_s):
+            assert collective(network, [ring], 3 * MB) == collective(network, [alike], 3 * MB)
+
+
+def test_hosts_with_other_links_or_kinds_do_not_stand_for_each_other() -> None:
+    equal = hosts(3, 2)
+    rail = equal.rails[0]
+    slower = [list(row) for row in rail.bandwidth_bytes_per_s]
+    slower[0][2] /= 2
+    uneven = replace(equal, rails=(replace(rail, bandwidth_bytes_per_s=tuple(map(tuple, slower))),))
+    smaller = replace(equal, hosts=(*equal.hosts[:2], replace(equal.hosts[2], devices=1)))
+    for cluster in (uneven, smaller):
+        network = Network(cluster)
+        assert not network.has_equal_hosts and network.representative_devices((2, 3)) == (2, 3)

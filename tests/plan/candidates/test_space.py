@@ -57,11 +57,17 @@ def test_what_lanes_hold_is_known_from_a_few_microbatches(name: str) -> None:
                 continue
             compared += 1
             saved = [1.0 + 0.1 * stage for stage in range(len(placement))]
-            most = in_flight_bytes(name, placement, microbatches, saved)
-            for lane, actions in enumerate(FAMILIES[name](problem(placement, microbatches)).lanes):
-                change = [(a.kind == "F") - (a.kind in ("B", "I")) for a in actions]
-                kept = accumulate(sign * saved[a.stage] for sign, a in zip(change, actions, strict=True))
-                assert most[lane] == pytest.approx(max(kept)), (lanes, microbatches, lane)
+            pending = [0.7 - 0.05 * stage for stage in range(len(placement))]
+            for late in ([], pending):
+                most = in_flight_bytes(name, placement, microbatches, saved, late)
+                left = late or [0.0] * len(placement)
+                for lane, actions in enumerate(FAMILIES[name](problem(placement, microbatches)).lanes):
+                    change = [
+                        ((a.kind == "F") - (a.kind in ("B", "I"))) * saved[a.stage]
+                        + ((a.kind == "I") - (a.kind == "W")) * left[a.stage]
+                        for a in actions
+                    ]
+                    assert most[lane] == pytest.approx(max(accumulate(change))), (lanes, microbatches, lane)
     assert compared > 20
 
 

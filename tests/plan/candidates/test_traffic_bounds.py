@@ -69,6 +69,23 @@ def test_bounds_rise_to_the_simulated_step(cluster: str, constraints: dict[str, 
 
 
 @pytest.mark.parametrize("state", ["gradients", "parameters"])
+def test_grids_are_bounded_with_their_collectives(state: ShardedState) -> None:
+    """On slow links the bound of a grid rises with the replicas that share collectives; without any it stays."""
+    search = searcher("2x2xA100-80:1Gbit/s", Constraints(sharded_state=state))
+    risen = 0
+    for places, floor in search.floors.bound_batches(
+        search.unsliced_grids(list_base_grids(search.context, JOB, search.constraints))
+    ):
+        plain_s, with_state_s = search.floors.bound_s(floor), search.floors.state_bounds_s(floor)
+        assert len(places) == len(with_state_s) and (with_state_s >= plain_s[..., None, None]).all()
+        replicas = np.array([panel.replica_count for panel in floor.panels])
+        rises = (with_state_s > plain_s[..., None, None] * ROUNDING).any(axis=(1, 2, 3, 4))
+        assert not rises[replicas == 1].any()
+        risen += int(rises.sum())
+    assert risen > 3
+
+
+@pytest.mark.parametrize("state", ["gradients", "parameters"])
 def test_times_of_stages_are_those_of_the_cost_table(state: ShardedState) -> None:
     search = searcher("2x2xA100-80:10Gbit/s", Constraints(sharded_state=state, slices=1))
     compared = 0

@@ -13,6 +13,7 @@ from pipefit.cluster import Rail
 from pipefit.codec import dump_text, load_text
 from pipefit.plan.explain.text import explain_text, trade_table
 from pipefit.plan.make import make_plan
+from pipefit.plan.passes.fitted_orders import FITTING_BUDGET
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job, Plan
 from pipefit.show.sections_trade import trade_section
@@ -52,6 +53,17 @@ def test_families_and_all_ways_of_recomputing_are_shown(plan: Plan) -> None:
     assert plan.prediction is not None
     shown = {(one.schedule, one.recompute) for one in plan.prediction.trade}
     assert {("1f1b", "none"), ("1f1b", "full"), ("v-half", "none"), ("zb-v", "none"), ("v-min", "selective")} <= shown
+
+
+def test_large_layouts_get_fitted_orders_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = replace(FITTING_BUDGET, layout_actions=30)
+    for module in ("memory_trade", "fitted_orders"):
+        monkeypatch.setattr(f"pipefit.plan.passes.{module}.FITTING_BUDGET", budget)
+    fixed = Constraints(stages=3, replicas=(1,), microbatches=16)
+    for constraints, is_fitted in ((fixed, False), (replace(fixed, schedule="fit"), True)):
+        prediction = make_plan(toy_model(8), little_memory(4, beyond=6_000_000), JOB, constraints).prediction
+        assert prediction is not None
+        assert any(point.schedule == "fit" for point in prediction.trade) == is_fitted
 
 
 def test_it_is_printed_and_kept(plan: Plan) -> None:
