@@ -99,6 +99,30 @@ def joint_search_table() -> str:
     return format_table(columns, rows)
 
 
+def published_table() -> str:
+    titles = {
+        "sc21": "Megatron-LM, SC21",
+        "selene": "Megatron-LM, selective recomputation",
+        "titan": "torchtitan",
+        "mpt": "llm-foundry",
+        "nemo": "NeMo",
+        "bridge": "Megatron-Bridge",
+    }
+    result, rows = load_result("published"), []
+    for family, title in titles.items():
+        of_family = [row for row in result["rows"] if row["row"].startswith(f"{family}-")]
+        outcomes = Counter(row["outcome"] for row in of_family)
+        slow = sum(row.get("pinned_cpu_s", 0.0) > result["limit_s"] for row in of_family)
+        ratios = [row["ratio"] for row in of_family if row.get("ratio")]
+        counts = (len(of_family), *(outcomes[name] for name in ("planned", "does not fit", "not expressible")), slow)
+        rows.append((title, *map(str, counts), str(len(ratios)), f"{max(ratios):.3f}" if ratios else ""))
+    columns = (
+        "source | rows | planned | do not fit | not expressible | take over 2 s | free plans made | "
+        "slowest free plan over its fixed one"
+    )
+    return format_table(columns, rows)
+
+
 def mixed_clusters_table() -> str:
     titles = {
         "half-2.5": "half of the devices 2.5 times as fast, skewed links",
@@ -363,6 +387,7 @@ def program_pipelines_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "planning": planning_table,
     "joint-search": joint_search_table,
+    "published": published_table,
     "mixed-clusters": mixed_clusters_table,
     "programs": spmd_table,
     "shares": shares_table,
