@@ -98,7 +98,9 @@ def main() -> int:
 
 
 def measure_all(arguments: Namespace) -> Outcome:
-    """Plan every case in processes of its own; in such a process, measure one case."""
+    """Plan every case in processes of its own; in such a process, measure one case.
+
+    A full run must also keep the limits."""
     if arguments.case:
         print(json.dumps(measure(CASES[arguments.case])))
         return Outcome()
@@ -106,8 +108,9 @@ def measure_all(arguments: Namespace) -> Outcome:
     cases = {name: repeated(name, 1 if arguments.quick else arguments.repeat) for name in names}
     for name, case in cases.items():
         print_case(name, case)
-    passed = all(min(case["search_cpu_s"]) <= CASES[name].limit_s for name, case in cases.items())
-    return Outcome({"limits_s": {name: CASES[name].limit_s for name in cases}, "cases": cases}, passed)
+    fast = all(min(case["search_cpu_s"]) <= CASES[name].limit_s for name, case in cases.items())
+    limits_s = {name: CASES[name].limit_s for name in cases}
+    return Outcome({"limits_s": limits_s, "cases": cases}, passed=fast or arguments.quick)
 
 
 def repeated(name: str, count: int) -> dict[str, Any]:
