@@ -141,13 +141,16 @@ def measure_cut(
         )
     )
     static = [float(WORKSPACE_BYTES)] * len(held)
+    complete = [0.0] * len(held)  # a microbatch of every stage, which a lane holds after its last forward
     least = [float("inf")] * len(held)
     limits = [float("inf")] * len(held)
     for row, lane, saved_bytes, stay in zip(rows, placement, saved, stays, strict=True):
         static[lane] += stay
+        complete[lane] += saved_bytes
         least[lane] = min(least[lane], saved_bytes)
         limits[lane] = min(limits[lane], row.limit_bytes + WORKSPACE_BYTES)
-    floors = [stays + count * saved_bytes for stays, count, saved_bytes in zip(static, held, least, strict=True)]
+    lane_figures = zip(static, held, least, complete, strict=True)
+    floors = [stays + max(count * saved_bytes, all_stages) for stays, count, saved_bytes, all_stages in lane_figures]
     needs = [*zip(floors, limits, strict=True)]
     for lane in {lane for lane, row in zip(placement, rows, strict=True) if row.kinds}:
         lane_stages = [stage for stage, stage_lane in enumerate(placement) if stage_lane == lane]
