@@ -124,7 +124,7 @@ def test_the_split_state_is_flat_over_replicas_and_as_stored_over_shards() -> No
     forms = {parameter.name: (parameter.stored, parameter.state) for parameter in plan.parameters}
     assert forms["layers.0.up"] == (("I", "G0"), ("Gflat", "G0"))
     assert forms["layers.0.down"] == (("I", "G1"), ("Gflat", "G1"))
-    assert forms["embed.weight"] == (("I", "I"), ("Gflat", "I"))
+    assert forms["embed.weight"] == forms["head.weight"] == (("I", "G0"), ("Gflat", "G0"))
     assert all(f"{stage}GATHER" in lane for stage, lane in enumerate(plan.order.lanes))
 
 

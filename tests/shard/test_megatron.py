@@ -20,7 +20,8 @@ from tests.support.stage_toys import (
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, shard_form
 from pipefit.model.graph import Graph
-from pipefit.shard.megatron import column_linears, shard_program
+from pipefit.shard.columns import column_linears
+from pipefit.shard.megatron import shard_program
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -47,12 +48,15 @@ CASES = {
     "embed-2-1-sequence": (embed_graph(), (2, 1), True),
     "head-1-1-sequence": (head_graph(), (1, 1), True),
     "loss-1-1-sequence": (loss_graph(), (1, 1), True),
+    "embed-2-1-vocabulary": (embed_graph(), (2, 1), True, True),
+    "head-2-1-vocabulary": (head_graph(), (2, 1), True, True),
+    "loss-2-1-vocabulary": (loss_graph(), (2, 1), True, True),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_program_as_text(name):
-    """To renew a file after a wanted change, write `shard_program(...).text()` into it and read the difference."""
+    """To renew a file after a wanted change, write `program_text()` into it and read the difference."""
     assert shard_program(*CASES[name]).program_text() == (GOLDEN / f"{name}.txt").read_text()
 
 

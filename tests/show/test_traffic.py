@@ -72,14 +72,16 @@ def test_tied_parameters_exchange_their_gradients_between_stages():
 
 @pytest.mark.parametrize("sharding", ["megatron", "megatron-sp"])
 def test_tensor_parallel_layers_pass_each_activation_four_times(sharding):
-    """Megatron: one all-reduce forward and one backward a block, or the gathers and scatters that make them up."""
+    """Megatron: one all-reduce forward and one backward a block, or the gathers and scatters that make them up.
+
+    Embedding and head make one more. The loss reduces two numbers a token, and their sum."""
     blocks, rows = 9, 16
     _, work, _, traffic = traffic_of(blocks=blocks, stages=1, microbatches=2, shards=(1, 1), sharding=sharding)
-    passed = blocks * 4 * rows * 64 * WIDTH * 4 / 2
-    scalar = (
-        2 * 4 * 4 / 2 if sharding == "megatron-sp" else 0
-    )  # the loss is summed: 4 passes of 4 bytes, 2 microbatches
-    assert dict(traffic.bytes[0, 1]) == {"shards": passed + scalar, "reduction": work.stages[0].parameters.whole[0] * 4}
+    passed = (blocks + 1) * 4 * rows * 64 * WIDTH * 4 / 2
+    statistics = 2 * 2 * rows * 64 * 4 / 2
+    scalar = 2 * 4 * 4 / 2  # 4 passes of 4 bytes, 2 microbatches
+    assert dict(traffic.bytes[0, 1]) == {"shards": passed + statistics + scalar}
+    assert work.stages[0].parameters.whole == (0, 0), "no parameter is replicated"
 
 
 def collective_stage(work, recompute):

@@ -21,6 +21,7 @@ from pipefit.model.registry import describe_config
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.shard.megatron import shard_program
+from pipefit.shard.vocabulary import LayerUse, vocabulary_graphs
 
 pytestmark = pytest.mark.gloo
 
@@ -29,7 +30,10 @@ EXACT = 1e-10
 
 def sharded_step(group, rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor, lengths=None):
     """`programs_step` of Megatron's programs."""
-    programs = [shard_program(layer.graph, shares, sequence_parallel) for layer in layers]
+    uses = [LayerUse(layer.graph.hash, layer.graph, layer.parameters) for layer in layers]
+    split = vocabulary_graphs([uses])
+    assert {uses[0].key, uses[-2].key, uses[-1].key} <= split, "embedding, head and loss"
+    programs = [shard_program(layer.graph, shares, sequence_parallel, layer.graph.hash in split) for layer in layers]
     return programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, divisor, lengths)
 
 

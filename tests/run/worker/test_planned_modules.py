@@ -39,17 +39,20 @@ def test_planned_runs_are_exact(gloo_pool, frozen):
         agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
 
 
-def test_a_tied_embedding_behind_a_generator_is_planned_in_forms_that_its_two_uses_have_alike(gloo_pool):
-    """The fused head of Megatron's program would split it, and the embedding has it whole."""
+@pytest.mark.parametrize("fixes", [[], ["language.shards=2"]])
+def test_a_tied_embedding_behind_a_generator_is_planned_in_forms_that_its_two_uses_have_alike(gloo_pool, fixes):
+    """Over shards Megatron's program splits the words in the fused head, and in the embedding."""
     model = toys.model(ALL, (), True)
-    plan = make_plan(model, open_cluster("local:7"), toys.JOB, samples=known_samples())
+    plan = make_plan(model, open_cluster("local:7"), toys.JOB, parse_constraints(fixes), samples=known_samples())
     check_plan(plan, model)
-    assert plan.decisions["language.shards"] == "1"
+    assert plan.decisions["language.shards"] == ("2" if fixes else "1")
     agrees(run(gloo_pool, plan, model), *reference(ALL, (), True))
-    with pytest.raises(PlanError, match="cannot be split over this many shards"):
-        make_plan(
-            model, open_cluster("local:7"), toys.JOB, parse_constraints(["language.shards=2"]), samples=known_samples()
-        )
+
+
+def test_more_shards_than_a_module_can_be_split_over_are_refused():
+    fixes = parse_constraints(["language.shards=3"])
+    with pytest.raises(PlanError, match=r"cannot be split over this many shards(.|\n)*language.shards(.|\n)*seen: 3"):
+        make_plan(toys.model(ALL), open_cluster("local:7"), toys.JOB, fixes, samples=known_samples())
 
 
 def known_samples() -> SampledBatches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from pipefit.codec import content_digest
@@ -97,8 +98,21 @@ class ProgramCache:
                     graph, shares, self._recipe_for(layer, sharding.partition("/")[2])
                 )
             else:
-                self._programs[key] = _megatron_program(graph, shares, sharding == "megatron-sp")
+                self._programs[key] = _megatron_program(
+                    graph, shares, sharding == "megatron-sp", layer.graph in self._vocabulary_graphs
+                )
         return self._programs[key]
+
+    @cached_property
+    def _vocabulary_graphs(self) -> frozenset[str]:
+        """The graphs whose vocabulary Megatron's programs split."""
+        from pipefit.shard.vocabulary import LayerUse, vocabulary_graphs
+
+        graphs = self.model.graphs
+        return vocabulary_graphs(
+            [LayerUse(layer.graph, graphs[layer.graph], layer.parameters) for layer in module.layers]
+            for module in self.model.modules
+        )
 
     def _recipe_for(self, layer: Layer, name: str) -> str:
         key = f"{name}/{layer.graph}" if name else layer.graph
@@ -215,10 +229,12 @@ def _replicated_program(graph: Graph) -> LayerProgram:
     return LayerProgram(graphs=(graph,), hash=graph.hash, parameters=forms, takes=replicated, gives=replicated)
 
 
-def _megatron_program(graph: Graph, shares: tuple[int, ...], sequence_parallel: bool) -> LayerProgram:
+def _megatron_program(
+    graph: Graph, shares: tuple[int, ...], sequence_parallel: bool, split_vocabulary: bool
+) -> LayerProgram:
     from pipefit.shard.megatron import shard_program
 
-    return _to_layer_program(shard_program(graph, shares, sequence_parallel))
+    return _to_layer_program(shard_program(graph, shares, sequence_parallel, split_vocabulary))
 
 
 def _searched_program(graph: Graph, shares: tuple[int, ...], recipe: str) -> LayerProgram:

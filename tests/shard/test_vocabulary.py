@@ -1,0 +1,96 @@
+"""The layers whose vocabulary Megatron's programs split: a loss needs its head, and a table all of its uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.support.stage_toys import (
+    HIDDEN,
+    LABELS,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    GraphBuilder,
+    block_graph,
+    embed_graph,
+    head_graph,
+    loss_graph,
+)
+
+from pipefit.model.graph import Graph
+from pipefit.model.registry import open_model
+from pipefit.plan.assemble.shard_programs import ProgramCache
+from pipefit.shard.vocabulary import LayerUse, gives_logits, takes_logits, token_tables, vocabulary_graphs
+
+
+def chain(tied: bool = False, **graphs: Graph) -> list[LayerUse]:
+    """embed, block, head and loss, with the graphs of some of them replaced."""
+    chosen = {"embed": embed_graph(), "block": block_graph(), "head": head_graph(), "loss": loss_graph()} | graphs
+    uses = [
+        LayerUse(key, graph, {spec.name: f"{key}.{spec.name}" for spec in graph.parameters})
+        for key, graph in chosen.items()
+        if graph.operators
+    ]
+    return [
+        use._replace(parameters={**use.parameters, "lm.weight": "embed.weight"}) if tied and use.key == "head" else use
+        for use in uses
+    ]
+
+
+def test_embedding_head_and_loss_are_split():
+    assert vocabulary_graphs([chain()]) == {"embed", "head", "loss"}
+    assert vocabulary_graphs([chain(tied=True)]) == {"embed", "head", "loss"}
+    assert not vocabulary_graphs([chain()[1:2]])
+
+
+def normed_logits() -> Graph:
+    """A head whose logits are normalised: split logits would need a collective."""
+    builder = GraphBuilder(HIDDEN)
+    logits = builder.add("linear", "x", builder.parameter("lm.weight", VOCABULARY, WIDTH), "")
+    norm = builder.parameter("norm.weight", VOCABULARY)
+    return builder.finish(builder.add("rms_norm", logits, norm, eps=1e-5))
+
+
+def test_a_head_and_its_loss_are_split_together():
+    assert vocabulary_graphs([chain(head=normed_logits())]) == {"embed"}
+    assert vocabulary_graphs([chain()[:-1]]) == {"embed"}
+    assert vocabulary_graphs([chain(), chain()[-1:]]) == {"embed"}, "the same loss runs elsewhere without a head"
+
+
+def test_a_table_is_split_in_all_of_its_uses_or_in_none():
+    assert not vocabulary_graphs([chain(tied=True, head=normed_logits())])
+    assert not vocabulary_graphs([chain(tied=True)[:-1]])
+
+
+def test_an_embedding_with_a_projection_is_no_head():
+    builder = GraphBuilder(TOKENS)
+    rows = builder.add("embedding", "tokens", builder.parameter("weight", VOCABULARY, WIDTH))
+    graph = builder.finish(builder.add("linear", rows, builder.parameter("up.weight", 2 * WIDTH, WIDTH), ""))
+    assert token_tables(graph) == {"weight"} and not gives_logits(graph)
+
+
+def test_only_lookups_of_tokens_are_split():
+    graph = embed_graph()
+    positions = replace(graph.inputs[0], role="positions")
+    assert not token_tables(replace(graph, inputs=(positions,)))
+
+
+def test_a_loss_with_parameters_is_whole():
+    """Its input may be features, not logits."""
+    builder = GraphBuilder(HIDDEN, LABELS)
+    logits = builder.add("linear", "x", builder.parameter("lm.weight", VOCABULARY, WIDTH), "")
+    graph = builder.finish(builder.add("cross_entropy", logits, "labels", ignore_index=-100, dtype="float32"))
+    assert takes_logits(loss_graph()) and not takes_logits(graph)
+
+
+def test_a_device_stores_its_part_of_both_tables():
+    model = open_model("llama-3-8b")
+    programs, words, width, devices = ProgramCache(model), 128_256, 4096, 8
+    for sharding in ("megatron", "megatron-sp"):
+        counts = programs.parameter_counts(model.layers, sharding, (1,) * devices)
+        norms = 65 * width
+        assert counts.whole == (norms,) * devices
+        assert counts.trainable == ((8_030_261_248 - norms) // devices + norms,) * devices
+        tables = programs.named_parameters((model.layers[0], model.layers[-2]), sharding, (1,) * devices)
+        sizes = [part.elements for part in tables.values() if part.shape == (words, width)]
+        assert sizes == [(words * width // devices,) * devices] * 2
