@@ -100,12 +100,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped heads": ("v-half", {"name": "grouped"}),
     "gpt2": ("zb-h1", {"name": "gpt2"}),
     "replicas": ("v-half", {"replicas": (1, 1)}),
+    "tensor": ("1f1b", {"shards": (1, 1), "sharding": "megatron"}),
+    "tensor, selective": ("v-half", {"shards": (1, 1), "sharding": "megatron", "recompute": ("selective",)}),
+    "sequence": ("v-half", {"shards": (1, 1), "sharding": "megatron-sp"}),
+    "sequence, selective": ("1f1b", {"shards": (1, 1), "sharding": "megatron-sp", "recompute": ("selective",)}),
 }
 
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_it_is_under_other_choices(gloo_pool, case: str) -> None:
-    """Recomputation, number types, models, two replicas of every stage."""
+    """Recomputation, number types, models, two replicas of every stage, two shards of every layer."""
     family, choices = OTHERS[case]
     name = choices.get("name", "llama")
     measured, simulation = peaks(gloo_pool, plan_of(family, **choices), name)

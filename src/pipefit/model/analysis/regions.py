@@ -24,11 +24,11 @@ class OperatorRegion:
 
 
 def arrange_regions(graph: Graph, members: Sequence[int]) -> list[int | OperatorRegion]:
-    """Return the operators of a graph in an execution order in which `members` (none of them a boundary) form regions
-    of maximal size.
+    """Return the operators of a graph in an execution order in which `members` form regions of maximal size.
 
-    Two members belong together if one feeds the other and no boundary lies between them on any path. Members must not
-    depend on pointwise operators outside `members`, unless a boundary lies between.
+    Two members belong together if one feeds the other and no boundary lies between them on any path. A boundary among
+    them (`OperatorKind.reruns`) is a region of its own. Members must not depend on pointwise operators outside
+    `members`, unless a boundary lies between.
     """
     chosen = set(members)
     level = boundary_levels(graph)
@@ -42,9 +42,9 @@ def arrange_regions(graph: Graph, members: Sequence[int]) -> list[int | Operator
         return index
 
     for index in sorted(chosen):
-        for name in graph.operators[index].inputs:
+        for name in () if boundary[index] else graph.operators[index].inputs:
             source = produced.get(name, -1)
-            if source in chosen and level[source] == level[index]:
+            if source in chosen and not boundary[source] and level[source] == level[index]:
                 root[find_root(index)] = find_root(source)
     groups: dict[int, list[int]] = {}
     for index in sorted(chosen):

@@ -239,8 +239,12 @@ class GraphAnalysis:
     def is_boundary(self, index: int) -> bool:
         return KINDS[self.graph.operators[index].kind].boundary
 
+    def keeps_outputs(self, index: int) -> bool:
+        """Return whether selective recomputation keeps the outputs of an operator."""
+        return self.is_boundary(index) and not KINDS[self.graph.operators[index].kind].reruns
+
     def find_sources(self, name: str, again: set[int]) -> list[str]:
-        """Return the boundary outputs and layer inputs that `name` is computed from; add the operators between to
+        """Return the kept boundary outputs and layer inputs that `name` is computed from; add the operators between to
         `again`."""
         sources: list[str] = []
         stack, seen = [name], set()
@@ -250,7 +254,7 @@ class GraphAnalysis:
                 continue
             seen.add(value)
             index = self.producer.get(value)
-            if index is None or self.is_boundary(index):
+            if index is None or self.keeps_outputs(index):
                 sources.append(value)
                 continue
             again.add(index)

@@ -2,7 +2,8 @@
 
 The backward follows the forms: all_gather <-> reduce_scatter, all_reduce <-> all_reduce. shard_slice (replicated to
 sharded) moves nothing in either direction: the gradient of a replicated tensor is a partial sum, here the device's own
-part and zeros. Collectives save nothing and are not rerun under selective recomputation.
+part and zeros. Collectives save nothing. Selective recomputation gathers again what a backward needs, and keeps the
+device's part (Korthikanti et al., 2022, section 4.2.2); it runs no other collective again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ OPERATORS = (
         attributes=_SIZED,
         shapes=_resized_shapes,
         boundary=True,
+        reruns=True,
     ),
     OperatorKind(
         kind="reduce_scatter",

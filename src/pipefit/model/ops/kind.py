@@ -142,6 +142,8 @@ class OperatorKind:
     "Addition to `backward_extra` if weight gradients are deferred."
     boundary: bool = False
     "Under selective recomputation the outputs and own bytes of a boundary are kept; all other values are recomputed."
+    reruns: bool = False
+    "Selective recomputation runs this boundary again, in a region of its own, to keep its smaller input (a gather)."
     heavy: bool = False
     "Does the work of a matrix product. A layer with fewer than two heavy operators is never fully recomputed."
     view: bool = False

@@ -26,9 +26,9 @@ class OperatorStep(NamedTuple):
     """One executable operator: `call(*inputs)`, or `call(record, *inputs)` if `wants_record`.
 
     Inputs come in the order of the operator's inputs; parameters are passed as `torch.nn.Parameter`, absent optional
-    inputs as None. Returns a tensor, or a tuple for an operator with several outputs. An operator inside a pointwise
-    region (any but the boundaries of `model.ops`) never takes the record. Instead `prepare(record)` runs outside of the
-    region and returns the needed values as a tuple, which is passed after the inputs.
+    inputs as None. Returns a tensor, or a tuple for an operator with several outputs. An operator inside a region (any
+    but the boundaries of `model.ops` that never run again) never takes the record. Instead `prepare(record)` runs
+    outside of the region and returns the needed values as a tuple, which is passed after the inputs.
     """
 
     call: Callable[..., Any]

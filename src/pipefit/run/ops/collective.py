@@ -24,10 +24,10 @@ def build_all_gather(operator: Operator, context: OperatorContext) -> OperatorSt
     dim, units, shard = _read_operator(operator, context)
     total, how = deferred_size(operator.attributes["size"], shard), lowering_of(operator)
 
-    def all_gather(record: SavedForward, x: torch.Tensor) -> Any:
-        return shard_comm.AllGather.apply(x, shard.runs(total(record), units), dim, shard, how)
+    def all_gather(x: torch.Tensor, size: int) -> Any:
+        return shard_comm.AllGather.apply(x, shard.runs(size, units), dim, shard, how)
 
-    return OperatorStep(all_gather, wants_record=True)
+    return OperatorStep(all_gather, prepare=lambda record: (total(record),))
 
 
 def build_reduce_scatter(operator: Operator, context: OperatorContext) -> OperatorStep:

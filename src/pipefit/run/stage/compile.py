@@ -51,12 +51,12 @@ def compile_layer(
     """Return the function of one layer. `contexts` has one entry per operator; `backend` compiles the pointwise
     regions."""
     again = effective_recompute(graph, recompute) == "selective"
-    members: Sequence[int] = ()
+    members: set[int] = set()
+    if again:
+        members.update(kept_values(graph, "selective", contexts[0].dtype.itemsize).again)
     if backend is not None:
-        members = [i for i, operator in enumerate(graph.operators) if not KINDS[operator.kind].boundary]
-    elif again:
-        members = kept_values(graph, "selective", contexts[0].dtype.itemsize).again
-    items = arrange_regions(graph, members) if members else list(range(len(graph.operators)))
+        members.update(i for i, operator in enumerate(graph.operators) if not KINDS[operator.kind].boundary)
+    items = arrange_regions(graph, sorted(members)) if members else list(range(len(graph.operators)))
     writer = LayerWriter(graph, parameters, contexts, items)
     for position, item in enumerate(items):
         if isinstance(item, OperatorRegion):
@@ -247,7 +247,8 @@ def compiled_region(
     dropout) are arguments.
     """
     function = make_function("region", source, objects)
-    if backend is None or all(KINDS[graph.operators[i].kind].view for i in region.operators):
+    kinds = [KINDS[graph.operators[i].kind] for i in region.operators]
+    if backend is None or all(kind.view or kind.boundary for kind in kinds):
         return function
     key = (graph.hash, region.operators, backend, place)
     if key not in _COMPILED:
