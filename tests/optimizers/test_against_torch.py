@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipefit.cost.static_memory import GRADIENT_BYTES, has_master
+from pipefit.cost.static_memory import STATE_BYTES, has_master
 from pipefit.errors import PlanError, RunError
 from pipefit.optimizers import OPTIMIZERS, FlatPiece, OptimizerKind, ParameterPart, find_optimizer, read_options
 from pipefit.optimizers.base import register_optimizer
@@ -97,7 +97,7 @@ def test_updates_equal_pytorchs(case: str, limit: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_state_bytes_are_those_of_pytorchs_state(case: str, precision: Any) -> None:
     name, make, _, theirs_options = CASES[case]
-    kind, width = find_optimizer(name), GRADIENT_BYTES[precision]
+    kind, width = find_optimizer(name), STATE_BYTES[precision]
     theirs = {key: torch.ones(shape, dtype=getattr(torch, precision)).requires_grad_() for key, shape in SHAPES.items()}
     other = make(theirs.values(), **theirs_options)
     for parameter in theirs.values():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pipefit.cli._options import takes_options
 from pipefit.errors import PlanError
+from pipefit.precision import COMPUTE_TYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class ShardOptions:
     microbatches: int = 1
     "Microbatches of a step."
     precision: str = "bfloat16"
-    "bfloat16, float32 or float64."
+    "bfloat16 (float32 gradients), bfloat16-gradients, float32 or float64."
     as_json: bool = False
     "Print the program and its costs as JSON."
 
@@ -136,7 +137,7 @@ def _check_sizes(options: ShardOptions, tokens: int) -> None:
         )
     if tokens < 1:
         raise PlanError("A row has at least one token.", where="--seq", seen=tokens)
-    if precision not in ("bfloat16", "float32", "float64"):
+    if precision not in COMPUTE_TYPE:
         raise PlanError(
-            "This precision is not known.", where="--precision", seen=precision, allowed="bfloat16, float32, float64"
+            "This precision is not known.", where="--precision", seen=precision, allowed=", ".join(sorted(COMPUTE_TYPE))
         )

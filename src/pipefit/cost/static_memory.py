@@ -1,24 +1,26 @@
 """Memory that stays allocated for the whole run, by parts: parameters, gradients, optimizer state, workspace.
 
-Mixed precision follows Megatron and torchtitan: bfloat16 parameters, float32 gradients, float32 master weights and
-optimizer state (with AdamW 2 + 4 + 12 bytes a parameter). Without mixed precision all parts have one type. The state of
-an optimizer follows from its file in `optimizers/`.
+The number types follow from the precision (`pipefit/precision.py`): with AdamW a parameter takes 2 + 4 + 12 bytes in
+`bfloat16`, and 2 + 2 + 12 in `bfloat16-gradients`. The state of an optimizer follows from its file in `optimizers/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from pipefit.optimizers import OptimizerKind
+from pipefit.precision import COMPUTE_TYPE, GRADIENT_TYPE, STATE_TYPE, Precision
 
-Precision = Literal["float64", "float32", "bfloat16"]
+_TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
-COMPUTE_BYTES: Mapping[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+COMPUTE_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[kind] for name, kind in COMPUTE_TYPE.items()}
 """Bytes of a parameter, and of an activation."""
 
-GRADIENT_BYTES: Mapping[Precision, int] = {"float64": 8, "float32": 4, "bfloat16": 4}
-"""Bytes of one entry of the gradient buffer into which all microbatches are accumulated."""
+GRADIENT_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[kind] for name, kind in GRADIENT_TYPE.items()}
+"""Bytes of one entry of the gradient buffer."""
+
+STATE_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[kind] for name, kind in STATE_TYPE.items()}
+"""Bytes of one element of the optimizer's state."""
 
 WORKSPACE_BYTES = 64 * 2**20
 """Assumed workspace of libraries (matrix product workspaces, communication buffers)."""
@@ -26,19 +28,19 @@ WORKSPACE_BYTES = 64 * 2**20
 
 def state_bytes(optimizer: OptimizerKind, precision: Precision) -> int:
     """Return the bytes of optimizer state per parameter element that ZeRO-1 shards, master weights included."""
-    return optimizer.element_state_bytes(GRADIENT_BYTES[precision], has_master(precision))
+    return optimizer.element_state_bytes(STATE_BYTES[precision], has_master(precision))
 
 
 def has_master(precision: Precision) -> bool:
     """Return True if the optimizer updates a wider copy of the parameters."""
-    return GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
+    return STATE_TYPE[precision] != COMPUTE_TYPE[precision]
 
 
 def shared_state_bytes(
     optimizer: OptimizerKind, shape: tuple[int, ...], precision: Precision, trainable: bool = True
 ) -> float:
     """Return the bytes of optimizer state that every device with a part of this parameter keeps."""
-    return float(optimizer.shared_state_bytes(shape, GRADIENT_BYTES[precision])) if trainable else 0.0
+    return float(optimizer.shared_state_bytes(shape, STATE_BYTES[precision])) if trainable else 0.0
 
 
 def static_parts(
@@ -69,9 +71,9 @@ def optimizer_traffic_bytes(
 
     The norm reads the gradients. The update reads them again, reads and writes the state, and writes the parameters.
     """
-    owned_elements = elements * state_share
+    owned_elements, read_bytes = elements * state_share, GRADIENT_BYTES[precision] * optimizer.gradient_reads
     return (
         elements * GRADIENT_BYTES[precision]
-        + owned_elements * optimizer.update_bytes(GRADIENT_BYTES[precision], has_master(precision))
+        + owned_elements * (read_bytes + 2 * state_bytes(optimizer, precision))
         + owned_elements * COMPUTE_BYTES[precision]
     )

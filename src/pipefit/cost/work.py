@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipefit.cost.static_memory import Precision
 from pipefit.layout import Mesh
 from pipefit.model.graph import Graph
 from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
+from pipefit.precision import Precision
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -104,7 +104,7 @@ class AdafactorState(OptimizerState):
         *parts, squares = sums.split([*sizes, len(self._shapes)])
         new = {key: part.view(self.shared[key].shape) for key, part in zip(self.shared, parts, strict=True)}
         for chunk in self._chunks:
-            squared = chunk.view_of(gradient).square()
+            squared = chunk.view_of(gradient).to(self.master.dtype).square()
             for state, axis in ((ROWS, -1), (COLUMNS, -2), (FULL, None)):
                 if (state, chunk.name) in new:
                     added = squared if axis is None else squared.sum(axis)

@@ -83,13 +83,6 @@ class OptimizerKind:
         """Return the bytes of state of a parameter of this global shape that every device keeps."""
         return width * sum(math.prod(size) for size in self.shared_state(shape).values())
 
-    def update_bytes(self, width: int, has_master: bool) -> int:
-        """Return the bytes that an update moves per parameter element: gradient read, state read and written.
-
-        The parameter, which is written too, is not included.
-        """
-        return width * self.gradient_reads + 2 * self.element_state_bytes(width, has_master)
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
@@ -152,7 +145,7 @@ class OptimizerState(ABC):
 
     @abstractmethod
     def step(self, gradient: Tensor, lr: float, count: int) -> None:
-        """Update with `gradient` (flat, of the master's dtype) and the learning rate of this step.
+        """Update with `gradient` (flat, of the master's dtype or a narrower one) and the learning rate of this step.
 
         `count` is the number of updates, including this one. The gradient is not changed.
         """
@@ -171,7 +164,7 @@ class ElementwiseState(OptimizerState):
         for start in range(0, self.master.numel(), size):
             run = slice(start, start + size)
             moments = {name: tensor[run] for name, tensor in self.moments.items()}
-            self.update_run(self.master[run], gradient[run], moments, lr, count)
+            self.update_run(self.master[run], gradient[run].to(self.master.dtype), moments, lr, count)
         self.round_master()
 
     @abstractmethod
@@ -216,7 +209,7 @@ def read_options(optimizer: OptimizerKind, values: Mapping[str, float]) -> Optim
 
     Raises RunError for an option that the optimizer does not have, and for a value outside its limits.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(optimizer.options)}
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(optimizer.options)}
     for name in values:
         if name not in defaults:
             raise RunError(

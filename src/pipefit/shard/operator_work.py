@@ -24,6 +24,7 @@ from pipefit.model.graph import (
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.attention import FIRST_QUERY
 from pipefit.model.ops.kind import Said
+from pipefit.precision import COMPUTE_TYPE
 from pipefit.shard.rules import OperatorLabels
 from pipefit.shard.setting import ShardSetting
 from pipefit.shard.template import WHOLE_CUT, ConversionCost, Line, Lines
@@ -119,7 +120,7 @@ class OperatorPricing:
         if one is None or two is None:
             return ()
         slow = self.setting.slowness.get(kind.name, 1.0)
-        rate = kind.peak_flops_per_s[self.setting.precision] * kind.efficiency / slow
+        rate = kind.peak_flops_per_s[COMPUTE_TYPE[self.setting.precision]] * kind.efficiency / slow
         speed = kind.memory_bandwidth_bytes_per_s / slow
         coefficients = []
         for first, second, per_s in (

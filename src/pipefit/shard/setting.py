@@ -10,10 +10,15 @@ from typing import Any, TypeVar, cast
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import LoweredCollective
 from pipefit.cost.compute.operator_times import CollectiveTime
-from pipefit.cost.static_memory import Precision, optimizer_traffic_bytes, shared_state_bytes, static_parts
+from pipefit.cost.static_memory import (
+    optimizer_traffic_bytes,
+    shared_state_bytes,
+    static_parts,
+)
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.model.graph import ParameterSpec
 from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
+from pipefit.precision import COMPUTE_TYPE, Precision
 from pipefit.shard.template import AxisMembers
 
 Found = TypeVar("Found")
@@ -56,7 +61,7 @@ class ShardSetting:
     def device_speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The compute rate (FLOP/s) and the memory rate (bytes/s) of every device, as measured if known."""
         slow = [self.slowness.get(kind.name, 1.0) for kind in self.kinds]
-        rates = [kind.peak_flops_per_s[self.precision] * kind.efficiency for kind in self.kinds]
+        rates = [kind.peak_flops_per_s[COMPUTE_TYPE[self.precision]] * kind.efficiency for kind in self.kinds]
         moves = [kind.memory_bandwidth_bytes_per_s for kind in self.kinds]
         return (
             tuple(rate / by for rate, by in zip(rates, slow, strict=True)),

@@ -21,7 +21,7 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.cost.pipeline.context_traffic import context_symbols, gathered_bytes
 from pipefit.cost.pipeline.rings import context_rings, copy_rings, shard_rings, state_rings
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
 from pipefit.model.analysis.saved import kept_values
@@ -29,6 +29,7 @@ from pipefit.model.graph import LOCAL
 from pipefit.model.ops.kind import Said
 from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.reshare import KIND as RESHARE
+from pipefit.precision import Precision
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """Number of times a ring collective sends (n - 1)/n of the tensor over every hop; gloo implements a reduce-scatter by

@@ -96,6 +96,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("v-half", {"recompute": ("full",)}),
     "mixed": ("zb-h1", {"recompute": ("none", "full", "selective", "none")}),
     "bfloat16": ("v-half", {"precision": "bfloat16"}),
+    "bfloat16 gradients": ("v-half", {"precision": "bfloat16-gradients"}),
     "float64": ("v-zb", {"precision": "float64"}),
     "grouped heads": ("v-half", {"name": "grouped"}),
     "gpt2": ("zb-h1", {"name": "gpt2"}),

@@ -96,6 +96,24 @@ def test_clipping_takes_the_same_norm(gloo_pool, case, state):
     check_clipping(gloo_pool, make(state), name)
 
 
+def test_bfloat16_gradients_are_close_to_float32_ones(gloo_pool):
+    """Plans with tensor, sequence and data parallelism: the same step, with the rounding of a bfloat16 sum."""
+    for decisions in (
+        {"stages": 2, "microbatches": 4, "replicas": (1, 1), "sharded_state": "parameters"},
+        {"microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron-sp"},
+        {"stages": 2, "microbatches": 4, "shards": (2, 1), "sharding": "megatron", "schedule": "zb-h1"},
+    ):
+        precisions = ("bfloat16", "bfloat16-gradients")
+        wide, narrow = (plans.plan("tied", replace(plans.JOB, precision=kind), **decisions) for kind in precisions)
+        first, second = (
+            gloo_pool.run(cases.uninterrupted, one, plans.model("tied"), plans.VOCABULARY, (0, 2), ranks=ranks)[0]
+            for one, ranks in prepared(gloo_pool, "tied", wide, narrow)
+        )
+        assert first["steps"][0][0] == second["steps"][0][0], "the same forward"
+        assert first["steps"] != second["steps"], "gradients are rounded"
+        np.testing.assert_allclose(second["steps"], first["steps"], rtol=1e-2)
+
+
 @pytest.mark.parametrize("split_weights", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "tied"])
 def test_bfloat16_equals_zero_1(gloo_pool, name, split_weights):

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gloo
 
 DROP = Job(batch=8, sequence=12, precision="float64", seed=5)
 HALF = replace(DROP, precision="bfloat16")
+NARROW = replace(DROP, precision="bfloat16-gradients")
 
 
 def prepare(pool, name: str, *some: Plan) -> None:
@@ -59,6 +60,8 @@ SAME = {
         "sharded_state": "parameters"}, HALF),
     "bfloat16 masters, zero-1": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1),
         "sharded_state": "optimizer"}, HALF),
+    "bfloat16 gradients, zero-2": ("llama", {"stages": 2, "microbatches": 2, "replicas": (2, 1),
+        "sharded_state": "gradients"}, NARROW),
 }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ from pipefit.cost.compute.roofline_correction import (
 from pipefit.cost.portable import geometric_mean
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
+from pipefit.precision import COMPUTE_TYPE
 
 FEATURES = (
     "rows x length^2 / 2, without context",
@@ -324,7 +325,11 @@ class MeasuredCosts:
                 return measured_ratios(
                     times, self.roofline.layer_durations(LayerQuery(layer, full_shape, kind, precision))
                 )
-        curves = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
+        curves = [
+            curve
+            for curve in self.measured.layers
+            if curve.kind == kind.name and curve.dtype == COMPUTE_TYPE[precision]
+        ]
         ratios = mean_ratios([curve for curve in curves if curve.setting == self.setting] or curves)
         if ratios != (1.0, 1.0, 1.0, 1.0):
             forward, back, weight, _ = ratios

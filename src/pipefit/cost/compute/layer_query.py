@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free_collective
-from pipefit.cost.static_memory import Precision
 from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import Graph
+from pipefit.precision import Precision
 
 
 class MicrobatchShape(NamedTuple):

@@ -7,11 +7,12 @@ from typing import NamedTuple, Protocol
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.compute.shard_exchanges import BACKWARD, OperatorExchanges, operator_exchanges
-from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
+from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.model.analysis.totals import executed_flops, made_from_data, operator_traffic_bytes
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, OperatorKind
 from pipefit.model.ops.unshard import stored_weights
+from pipefit.precision import COMPUTE_TYPE, Precision
 
 Times = tuple[float, float, float]
 """Seconds of an operator's forward, input gradient and weight gradient."""
@@ -49,7 +50,7 @@ def operator_times(
     said_s = exchanges_s(operator_exchanges(graph, operator, symbols, precision), collective)
     if operator.kind == "unshard" or operator.kind in BACKWARD:
         return said_s
-    rate = kind.peak_flops_per_s[precision] * kind.efficiency
+    rate = kind.peak_flops_per_s[COMPUTE_TYPE[precision]] * kind.efficiency
     forward_s, input_s, weight_s = (
         _roofline_s(work, rate, kind) + more_s
         for work, more_s in zip(operator_work(graph, operator, symbols, precision), said_s, strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.model.analysis.saved import operator_call
 from pipefit.model.graph import Graph, Operator, element_count, size_value
 from pipefit.model.ops import KINDS
@@ -19,6 +19,7 @@ from pipefit.model.ops.kind import Said
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
 from pipefit.model.ops.unshard import gathers_of, stored_weights
+from pipefit.precision import Precision
 
 BACKWARD = {
     "all_gather": "reduce_scatter",

@@ -3,15 +3,15 @@
 PyTorch's gloo reduce-scatter sums a copy, and a bucket's copy lives until all buckets have been waited for
 (`run/update/reduce.py`); NCCL needs no copy. After the activations are freed, lanes that share a parameter each send a
 copy of their gradient and add it to another (`run/update/tied.py`). The norm and the update process a run of elements
-at a time (`optimizers/base.py`), with at most 8 bytes each, or the optimizer's temporary tensors. These bytes are the
-peak only if activations are few.
+at a time (`optimizers/base.py`), with at most 8 bytes each, or the optimizer's temporary tensors and the gradient in
+the type of the state. These bytes are the peak only if activations are few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipefit.cost.static_memory import GRADIENT_BYTES
+from pipefit.cost.static_memory import GRADIENT_BYTES, STATE_BYTES
 from pipefit.cost.work import PipelineWork, StageWork, state_share
 
 RUN_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 24}
@@ -46,11 +46,12 @@ def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = N
     Devices that communicate over `gloo` are processors.
     """
     width = GRADIENT_BYTES[work.precision]
+    temporaries = work.optimizer.temporaries + (width < STATE_BYTES[work.precision])
     run, exchanged = ([0.0] * work.num_lanes for _ in range(2))
     for index, stage in enumerate(work.stages):
         shared = [tied.elements for tied in work.tied if index in tied.stages]
         largest = _largest_bucket(stage, shared) * (stage_state_share(stage) if shares is None else shares[index])
-        per_element = max(8.0, work.optimizer.temporaries * width)
+        per_element = max(8.0, temporaries * STATE_BYTES[work.precision])
         statistics = stage.parameters.shared_state_bytes  # an update adds up new values of them
         size = per_element * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]) + statistics
         run[stage.lane] = max(run[stage.lane], size)

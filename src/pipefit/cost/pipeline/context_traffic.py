@@ -15,12 +15,13 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.layer_query import LayerQuery
 from pipefit.cost.compute.roofline import LayerCost
 from pipefit.cost.pipeline.rings import context_rings
-from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
+from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.cost.work import StageWork
 from pipefit.model.analysis.saved import Recompute, kept_values, operator_call
 from pipefit.model.graph import Graph
 from pipefit.model.ops.attention import CONTEXT_PARTS, gathered_sizes
 from pipefit.model.ops.table import KINDS
+from pipefit.precision import Precision
 
 Rings = Sequence[Sequence[int]]
 

@@ -16,8 +16,9 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCost
 from pipefit.cost.pipeline.rings import state_rings
 from pipefit.cost.pipeline.stage_cost import StageCost
-from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import StageWork
+from pipefit.precision import Precision
 
 
 class StateTraffic(NamedTuple):

@@ -30,11 +30,12 @@ from pipefit.cost.pipeline.rings import context_rings, grid_positions, shard_rin
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
 from pipefit.cost.pipeline.state_traffic import add_state_traffic, state_traffic
 from pipefit.cost.pipeline.turns import add_turn_costs
-from pipefit.cost.static_memory import GRADIENT_BYTES, Precision, optimizer_traffic_bytes
+from pipefit.cost.static_memory import GRADIENT_BYTES, optimizer_traffic_bytes
 from pipefit.cost.types import Array, CostTable, KindMemory
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph
+from pipefit.precision import Precision
 
 SUMMED_LATER = 2
 """Layers of a backward after which the sum of a sharded layer's gradients is complete (`run/update/reduce.py`)."""

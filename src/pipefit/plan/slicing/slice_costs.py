@@ -15,12 +15,12 @@ from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import LayerCosts, layer_seconds
 from pipefit.cost.pipeline.rings import shard_rings
 from pipefit.cost.pipeline.table import slice_places
-from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph
 from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pipefit.data.stepplan import StepPlan, batch_shape, evaluation_batches, eva
 from pipefit.model.capture.counted import loss_divisor
 from pipefit.model.graph import Model, TensorSpec
 from pipefit.plan.types import Plan
+from pipefit.precision import COMPUTE_TYPE
 from pipefit.run.inputs.feeds import device_place, make_inputs
 from pipefit.run.inputs.label_count import LabelCount
 from pipefit.run.stage_inputs import StageInputs
@@ -111,7 +112,7 @@ class SampleBatchSource:
     ) -> None:
         """`fed`: input name of the user -> its tensor in the graphs; `total` sums a number over all ranks."""
         self._plan, self._samples, self._torch_device, self._total = plan, samples, torch_device, total
-        self._dtype = getattr(torch, plan.job.precision)
+        self._dtype = getattr(torch, COMPUTE_TYPE[plan.job.precision])
         self._stage, self._replica = device_place(plan, device)
         self._shape = batch_shape(plan)
         self.rows = replace(samples.rows, sequence=plan.job.sequence, last_labels=plan.job.sequence)

@@ -27,6 +27,7 @@ from pipefit.data.stepplan import batch_shape
 from pipefit.errors import DataError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
+from pipefit.precision import COMPUTE_TYPE
 from pipefit.run.config import TrainConfig
 from pipefit.run.inputs.feeding import BatchInputs
 from pipefit.run.stage_inputs import StageInputs
@@ -156,7 +157,7 @@ class ImageBatchSource:
         job, known = self._plan.job, self._inputs[self._plan.stages[stage].module]
         packed = "tokens" not in arrays.arrays
         tensors = {
-            name: _move_array(array, known.get(name), job.precision, self._torch_device)
+            name: _move_array(array, known.get(name), COMPUTE_TYPE[job.precision], self._torch_device)
             for name, array in arrays.arrays.items()
             if name in known or name == "rows" or (name == "documents" and (packed or job.documents == "apart"))
         }

@@ -18,6 +18,7 @@ from pipefit.model.graph import Model, TensorSpec, size_value
 from pipefit.plan.assemble.image_split import image_runs
 from pipefit.plan.assemble.packed_rows import CONDITIONS
 from pipefit.plan.types import Plan
+from pipefit.precision import COMPUTE_TYPE
 from pipefit.run.inputs.feeding import BatchInputs
 from pipefit.run.stage_inputs import StageInputs
 
@@ -33,7 +34,7 @@ class RandomImages:
     def __init__(self, plan: Plan, model: Model, vocabulary: int, device: int, torch_device: torch.device) -> None:
         """Raises PlanError for a plan without token counts of its samples in a packed space."""
         self._plan, self._vocabulary, self._torch_device = plan, vocabulary, torch_device
-        self._dtype: torch.dtype = getattr(torch, plan.job.precision)
+        self._dtype: torch.dtype = getattr(torch, COMPUTE_TYPE[plan.job.precision])
         batch, tokens = plan.job.batch, plan.job.sequence
         self.rows = RowSplit(count=2 * batch, sequence=tokens, last_labels=tokens, held_out=batch)
         spaces = [space for space in plan.spaces if not space.tokens]

@@ -31,6 +31,7 @@ from pipefit.plan.request.context_parts import context_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, slice_problems
 from pipefit.plan.types import ParameterPlan, Plan, Stage
+from pipefit.precision import COMPUTE_TYPE, GRADIENT_TYPE, STATE_TYPE
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.initial_values import Value, initial_values
 from pipefit.run.stage.program import StageLayer, StageProgram
@@ -47,8 +48,6 @@ from pipefit.run.worker.sharding import bind_sharded_layers, held_state, release
 from pipefit.run.worker.worker import Frozen, Worker, device_lane
 from pipefit.schedule.lowering.frozen import with_backward
 from pipefit.shard.apart import check_row_independence
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 BUCKET_BYTES = 32 << 20
 """Gradient bytes per reduction: large enough that latency is negligible, small enough to overlap."""
@@ -103,8 +102,9 @@ def build_worker(
     make_groups(plan, model, comms, programs_of)
     uses = tied_uses(plan, model, programs_of)
     across = shared_devices(plan, model, uses, programs_of)
-    dtype = DTYPES[plan.job.precision]
-    gradient_dtype = torch.promote_types(dtype, torch.float32)
+    dtype, gradient_dtype, master_dtype = (
+        getattr(torch, kind[plan.job.precision]) for kind in (COMPUTE_TYPE, GRADIENT_TYPE, STATE_TYPE)
+    )
     trained = with_backward(plan.to_schedule())
     programs = {
         stage: _build_program(plan, model, stage, programs_of[stage], location, comms, dtype, trained)
@@ -142,7 +142,7 @@ def build_worker(
         dtype=dtype,
         shape_of=edge_shapes(plan, model),
         optimizer=optimizer,
-        master_dtype=gradient_dtype,
+        master_dtype=master_dtype,
         loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss_output],
         frozen=frozen,
     )
