@@ -32,8 +32,8 @@ def counted_rank(plan: Plan, model: Model, steps: int = 2) -> MeasuredMemory:
 
 
 def _patient_reduce(call: Any) -> Any:
-    def all_reduce(tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        work = _Work(call(tensor, group=group, async_op=True))
+    def all_reduce(tensor: Any, async_op: bool = False, **options: Any) -> Any:
+        work = _Work(call(tensor, async_op=True, **options))
         return work if async_op else work.wait()
 
     return all_reduce
