@@ -23,6 +23,7 @@ from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
+from pipefit.precision import COMPUTE_TYPE
 
 ALL, BEST, SPREAD = 50, 3, 8
 FAR = 1.5
@@ -66,7 +67,7 @@ def subsets(cluster: Cluster, job: Job) -> dict[str, tuple[int, ...]]:
     """All devices, and those of every kind but the slowest."""
     kinds = [host.kind for host in cluster.hosts for _ in range(host.devices)]
     everything = tuple(range(len(kinds)))
-    rates = {kind: cluster.kinds[kind].peak_flops_per_s[job.precision] for kind in set(kinds)}
+    rates = {kind: cluster.kinds[kind].peak_flops_per_s[COMPUTE_TYPE[job.precision]] for kind in set(kinds)}
     alone = sorted(kind for kind in rates if rates[kind] > min(rates.values()))
     return {"all": everything} | {f"{kind} only": tuple(d for d in everything if kinds[d] == kind) for kind in alone}
 

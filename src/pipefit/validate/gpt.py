@@ -3,7 +3,7 @@ loss.
 
 Shapes: B rows, T tokens, D features, H heads, K features of a head, V vocabulary. A layer is written for one device;
 `shard.megatron` builds its tensor-parallel programs. Embedding and head are written for a part of the vocabulary,
-because Megatron splits it and this project's shard program does not.
+without the collectives over its parts.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from tests.support.plan_toys import toy_cluster, toy_model
 from pipefit.cluster import Cluster, load_cluster, parse_spec
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
+from pipefit.model.registry import open_model
 from pipefit.optimizers.sharded_state import STATES
 from pipefit.plan.bounds.step_bounds import table_bound_s
 from pipefit.plan.candidates.closest_misfit import least_missing_bytes
@@ -281,6 +282,17 @@ def test_a_pin_that_keeps_all_plans_from_fitting_is_named() -> None:
     pins = Constraints(stages=1, shards=(1,), groups=False, sharded_state="optimizer")
     with pytest.raises(DoesNotFitError, match="drop --fix stages: without it a plan fits"):
         make_plan(toy_model(4), little_memory(4, beyond=370_000), JOB, pins)
+
+
+def test_narrower_gradients_are_suggested_where_they_help() -> None:
+    """A 1B on one device: 18 bytes a parameter are too many, 16 fit."""
+    pytest.importorskip("torch")
+    model, cluster, job = open_model("llama-3.2-1b"), parse_spec("1xH100"), Job(batch=1, sequence=128)
+    little = {name: replace(kind, memory_bytes=21_500_000_000) for name, kind in cluster.kinds.items()}
+    cluster, wide = replace(cluster, kinds=little), replace(job, precision="bfloat16")
+    with pytest.raises(DoesNotFitError, match="use --precision bfloat16-gradients"):
+        make_plan(model, cluster, wide)
+    assert make_plan(model, cluster, replace(job, precision="bfloat16-gradients")).prediction is not None
 
 
 @pytest.mark.parametrize(

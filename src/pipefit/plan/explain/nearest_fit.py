@@ -54,6 +54,9 @@ def _candidate_changes(
     for key in constraints.to_mapping():
         freed: dict[str, Any] = dict.fromkeys(("shards", "sharding") if key == "shards" else (key,))
         yield f"drop --fix {key}: without it a plan fits", None, job, replace(constraints, **freed)
+    if job.precision == "bfloat16":
+        narrower = replace(job, precision="bfloat16-gradients")
+        yield "use --precision bfloat16-gradients: half the memory of gradients", None, narrower, constraints
     factor = 2
     while factor <= ENOUGH:
         grown = grow_cluster(context.cluster, factor)
