@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.support.plan_toys import toy_model
 from tests.support.stage_toys import (
     HIDDEN,
     LABELS,
@@ -20,7 +21,15 @@ from tests.support.stage_toys import (
 from pipefit.model.graph import Graph
 from pipefit.model.registry import open_model
 from pipefit.plan.assemble.shard_programs import ProgramCache
-from pipefit.shard.vocabulary import LayerUse, gives_logits, takes_logits, token_tables, vocabulary_graphs
+from pipefit.shard.vocabulary import (
+    LayerUse,
+    gives_logits,
+    layer_vocabularies,
+    split_tables,
+    takes_logits,
+    token_tables,
+    vocabulary_graphs,
+)
 
 
 def chain(tied: bool = False, **graphs: Graph) -> list[LayerUse]:
@@ -94,3 +103,28 @@ def test_a_device_stores_its_part_of_both_tables():
         tables = programs.named_parameters((model.layers[0], model.layers[-2]), sharding, (1,) * devices)
         sizes = [part.elements for part in tables.values() if part.shape == (words, width)]
         assert sizes == [(words * width // devices,) * devices] * 2
+
+
+def test_a_computed_weight_is_no_table():
+    """The head multiplies its weight by a number first: what reaches the linear layer is no parameter."""
+    builder = GraphBuilder(HIDDEN)
+    half = builder.add("mul", builder.parameter("lm.weight", VOCABULARY, WIDTH), builder.parameter("scale", 1))
+    graph = builder.finish(builder.add("linear", "x", half, ""))
+    assert "lm.weight" not in split_tables(graph, split_vocabulary=True)
+    assert not vocabulary_graphs([chain(tied=True, head=graph)]) - {"head", "loss"}
+
+
+def test_a_vocabulary_with_too_few_words_stays_whole():
+    assert layer_vocabularies(head_graph()) == layer_vocabularies(embed_graph()) == {VOCABULARY}
+    assert not vocabulary_graphs([chain()], [VOCABULARY])
+    model = toy_model()
+    programs = ProgramCache(model)
+    assert programs.vocabulary_graphs((1,) * 8) == {"embed", "head", "loss"}
+    assert not programs.vocabulary_graphs((1,) * (model.graphs["embed"].parameters[0].shape[0] + 1))
+
+
+def test_another_loss_than_cross_entropy_is_whole():
+    """Its hidden state has features, which no operator reduces over the devices."""
+    builder = GraphBuilder(HIDDEN, replace(HIDDEN, name="target", role="data"))
+    loss = builder.add("squared_error", "x", "target")
+    assert not takes_logits(builder.finish(loss))

@@ -33,13 +33,18 @@ def units_downstream(graph: Graph, name: str, dim: int) -> int:
     return _FeatureUses(graph, split_output=False).units_downstream(name, dim)
 
 
+def graph_shapes(graph: Graph) -> dict[str, Shape]:
+    """Return the shapes of all values and parameters of a graph."""
+    shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
+    return shapes | {spec.name: spec.shape for spec in graph.parameters}
+
+
 class _FeatureUses:
     """The operators that read each value of a graph."""
 
     def __init__(self, graph: Graph, split_output: bool) -> None:
         self.graph, self.split_output = graph, split_output
-        self.shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
-        self.shapes |= {spec.name: spec.shape for spec in graph.parameters}
+        self.shapes = graph_shapes(graph)
         self.consumers: dict[str, list[int]] = {}
         for index, operator in enumerate(graph.operators):
             for name in operator.inputs:

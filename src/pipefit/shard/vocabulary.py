@@ -6,13 +6,14 @@ loss. A head is split only with the loss behind it, and a table only in all laye
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipefit.model.graph import Graph, Operator, TensorSpec
+from pipefit.model.graph import Graph, Operator, Size, TensorSpec
 from pipefit.model.ops import KINDS
-from pipefit.shard.columns import column_linears, units_downstream
+from pipefit.shard.columns import column_linears, graph_shapes, units_downstream
+from pipefit.shard.program import labels_at
 
 
 class LayerUse(NamedTuple):
@@ -25,13 +26,17 @@ class LayerUse(NamedTuple):
     "Local parameter name -> global name."
 
 
-def vocabulary_graphs(chains: Iterable[Sequence[LayerUse]]) -> frozenset[str]:
-    """Return the keys of the graphs whose vocabulary can be split in every layer that runs them."""
+def vocabulary_graphs(chains: Iterable[Sequence[LayerUse]], undivided: Collection[int] = ()) -> frozenset[str]:
+    """Return the keys of the graphs whose vocabulary can be split in every layer that runs them.
+
+    Vocabularies of the sizes `undivided` have too few words for the devices.
+    """
     chains = [*chains]
     neighbours = [pair for chain in chains for pair in pairwise(chain)]
     pairs = [(head, loss) for head, loss in neighbours if gives_logits(head.graph) and takes_logits(loss.graph)]
     split = {layer.key for pair in pairs for layer in pair}
     split |= {layer.key for chain in chains for layer in chain if token_tables(layer.graph)}
+    split -= {layer.key for chain in chains for layer in chain if layer_vocabularies(layer.graph) & {*undivided}}
     while unsplit := _single_layers(chains, split) | _layers_with_whole_tables(chains, split):
         split -= unsplit
     return frozenset(split)
@@ -70,8 +75,18 @@ def _layers_with_whole_tables(chains: Sequence[Sequence[LayerUse]], split: set[s
 def split_tables(graph: Graph, split_vocabulary: bool) -> set[str]:
     """Return the weights that a layer's program splits along their first dimension, with or without the vocabulary."""
     columns = column_linears(graph, split_vocabulary and gives_logits(graph))
-    names = {graph.operators[place].inputs[1] for place in columns}
+    names = {graph.operators[place].inputs[1] for place in columns} & {spec.name for spec in graph.parameters}
     return names | token_tables(graph) if split_vocabulary else names
+
+
+def layer_vocabularies(graph: Graph) -> set[Size]:
+    """Return the numbers of words of a layer's token tables and logits."""
+    sizes: set[Size] = {graph.find_parameter(name).shape[0] for name in token_tables(graph)}
+    if gives_logits(graph):
+        sizes.add(graph.find_tensor(graph.outputs[0]).shape[-1])
+    if takes_logits(graph):
+        sizes.add(hidden_input(graph).shape[-1])
+    return sizes
 
 
 def token_tables(graph: Graph) -> set[str]:
@@ -98,10 +113,12 @@ def gives_logits(graph: Graph) -> bool:
 
 
 def takes_logits(graph: Graph) -> bool:
-    """Return True for a loss without parameters whose hidden state can be split along its last dimension."""
+    """Return True for a cross-entropy without parameters whose hidden state can be split along its last dimension."""
     activations = [tensor for tensor in graph.inputs if tensor.role == "activation"]
     if len(activations) != 1 or graph.parameters or any(graph.find_tensor(name).shape for name in graph.outputs):
         return False
+    if not any(labels_at(graph_shapes(graph), operator).kinds for operator in graph.operators):
+        return False  # no operator reduces over the parts of a vocabulary
     hidden = activations[0]
     return len(hidden.shape) > 1 and units_downstream(graph, hidden.name, len(hidden.shape) - 1) > 0
 

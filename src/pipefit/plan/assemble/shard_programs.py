@@ -12,7 +12,7 @@ from pipefit.codec import content_digest
 from pipefit.cost.static_memory import shared_state_bytes
 from pipefit.cost.work import ParameterCounts
 from pipefit.errors import PlanError
-from pipefit.layout import TensorForm
+from pipefit.layout import TensorForm, split_by_shares
 from pipefit.model.graph import Graph, Layer, Model, ModelModule
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.optimizers import find_optimizer
@@ -64,6 +64,8 @@ class ProgramCache:
         self.recipes: dict[str, str] = dict(recipes or {})
         self.modules: Mapping[str, ModelModule] = {module.name: module for module in model.modules}
         self._programs: dict[tuple[str, str, tuple[int, ...]], LayerProgram] = {}
+        self._split_graphs: dict[frozenset[int], frozenset[str]] = {}
+        "Sizes of vocabularies with too few words -> the graphs whose vocabulary is split nonetheless."
         self._uses: dict[str, Counter[str]] = {}
         self._counts: dict[tuple[str, str, tuple[int, ...]], Mapping[str, StoredParameter]] = {}
 
@@ -99,20 +101,35 @@ class ProgramCache:
                 )
             else:
                 self._programs[key] = _megatron_program(
-                    graph, shares, sharding == "megatron-sp", layer.graph in self._vocabulary_graphs
+                    graph, shares, sharding == "megatron-sp", layer.graph in self.vocabulary_graphs(shares)
                 )
         return self._programs[key]
 
-    @cached_property
-    def _vocabulary_graphs(self) -> frozenset[str]:
-        """The graphs whose vocabulary Megatron's programs split."""
+    def vocabulary_graphs(self, shares: tuple[int, ...]) -> frozenset[str]:
+        """Return the graphs whose vocabulary Megatron's programs split over these shares."""
         from pipefit.shard.vocabulary import LayerUse, vocabulary_graphs
 
-        graphs = self.model.graphs
-        return vocabulary_graphs(
-            [LayerUse(layer.graph, graphs[layer.graph], layer.parameters) for layer in module.layers]
-            for module in self.model.modules
+        undivided = frozenset(
+            size for size in self._vocabularies if any(a == b for a, b in split_by_shares(size, shares))
         )
+        if undivided not in self._split_graphs:
+            graphs = self.model.graphs
+            self._split_graphs[undivided] = vocabulary_graphs(
+                [
+                    [LayerUse(layer.graph, graphs[layer.graph], layer.parameters) for layer in module.layers]
+                    for module in self.model.modules
+                ],
+                undivided,
+            )
+        return self._split_graphs[undivided]
+
+    @cached_property
+    def _vocabularies(self) -> frozenset[int]:
+        """The numbers of words of all token tables and logits."""
+        from pipefit.shard.vocabulary import layer_vocabularies
+
+        sizes = {size for graph in self.model.graphs.values() for size in layer_vocabularies(graph)}
+        return frozenset(size for size in sizes if isinstance(size, int))
 
     def _recipe_for(self, layer: Layer, name: str) -> str:
         key = f"{name}/{layer.graph}" if name else layer.graph
