@@ -330,6 +330,20 @@ def test_measured_costs_use_the_curve_of_the_layer_and_the_roofline_elsewhere() 
     assert any("roofline" in note for note in costs.notes)
 
 
+def test_precisions_that_compute_alike_use_one_measured_curve() -> None:
+    graph, place = layer_graph(), MicrobatchShape(1, 520, 0, 520)
+    cluster = measured_cluster(graph)
+    assert cluster.measured is not None
+    layers = tuple(replace(curve, dtype="bfloat16") for curve in cluster.measured.layers)
+    costs = curves.MeasuredCosts(replace(cluster, measured=replace(cluster.measured, layers=layers)))
+    kind = cluster.kinds["cpu"]
+    wide, narrow = (
+        costs.layer_durations(LayerQuery(graph, place, kind, precision))
+        for precision in ("bfloat16", "bfloat16-gradients")
+    )
+    assert wide == narrow and wide.forward_s == pytest.approx(6e-3)
+
+
 def test_layers_that_were_not_measured_are_corrected_by_what_measured_ones_showed() -> None:
     cluster = measured_cluster(layer_graph())
     assert cluster.measured is not None

@@ -17,6 +17,8 @@ from tests.support.stage_toys import (
 )
 
 from pipefit.errors import ModelError
+from pipefit.run.ops.embedding import accumulate_rows
+from pipefit.run.stage.parameters import bind_buffer
 from pipefit.run.stage.program import StageLayer, StageProgram
 
 EXACT = 1e-12
@@ -141,6 +143,18 @@ def test_bfloat16_accumulates_in_float32():
         error = (buffers[name] - wanted[name]).norm() / wanted[name].norm()
         assert error < 0.1, (name, float(error))
     assert all(p.grad is None for p in program.parameters.values()), "a bf16 gradient was left beside the buffer"
+
+
+def test_rows_of_a_frequent_token_are_summed_before_they_are_rounded(monkeypatch):
+    """4,096 equal rows of a table with bfloat16 gradients; the columns are summed in two blocks."""
+    monkeypatch.setattr("pipefit.run.ops.embedding.SUM_ELEMENTS", 3 * 5)
+    weight = torch.nn.Parameter(torch.zeros(5, 6, dtype=torch.bfloat16))
+    buffer = torch.ones(5, 6, dtype=torch.bfloat16)
+    bind_buffer(weight, buffer)
+    indices, dy = torch.full((2, 2048), 3), torch.full((2, 2048, 6), 2**-9, dtype=torch.bfloat16)
+    accumulate_rows(weight, indices, dy)
+    assert torch.equal(buffer[3], torch.full((6,), 1.0 + 8.0, dtype=torch.bfloat16))
+    assert (buffer[[0, 1, 2, 4]] == 1.0).all()
 
 
 def test_many_small_gradients_are_not_rounded_away():

@@ -339,7 +339,8 @@ class MeasuredCosts:
 
     def _find_curve(self, graph: Graph, query: LayerQuery) -> LayerCurve | None:
         """Return the curve of `graph` on the device kind and in the precision of the query."""
-        return find_layer(self.measured, self._digest_of(graph), query.kind.name, query.precision, self.setting)
+        compute_type = COMPUTE_TYPE[query.precision]
+        return find_layer(self.measured, self._digest_of(graph), query.kind.name, compute_type, self.setting)
 
     def _digest_of(self, graph: Graph) -> str:
         if id(graph) not in self._signatures:

@@ -17,6 +17,12 @@ from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
+WIDE_BYTES = 4
+"""Bytes of the narrowest type in which rows are summed."""
+
+SUM_ELEMENTS = 1 << 22
+"""Elements of the table that are summed at once for a narrower buffer: 16 MiB."""
+
 
 class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
@@ -41,7 +47,16 @@ def accumulate_rows(weight: Any, indices: torch.Tensor, dy: torch.Tensor) -> Non
     """Add each row of dy (B, T, D) to the buffer row with its index."""
 
     def add_rows(buffer: torch.Tensor) -> None:
-        buffer.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(buffer.dtype))
+        flat, rows = indices.reshape(-1), dy.reshape(-1, dy.shape[-1])
+        if buffer.dtype.itemsize >= WIDE_BYTES:
+            buffer.index_add_(0, flat, rows.to(buffer.dtype))
+            return
+        # A narrow buffer would round every token's row: the rows are summed in float32, some columns at a time.
+        step = max(1, SUM_ELEMENTS // len(buffer))
+        for start in range(0, rows.shape[1], step):
+            columns = slice(start, start + step)
+            total = torch.zeros_like(buffer[:, columns], dtype=torch.float32)
+            buffer[:, columns] += total.index_add_(0, flat, rows[:, columns].float())
 
     add_gradient(weight, add_rows)
 
