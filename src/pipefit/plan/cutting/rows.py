@@ -120,9 +120,9 @@ def lane_need(
 ) -> tuple[float, Need]:
     """Return (limit of the fullest device's memory, need of the kind that is fullest relative to its memory) of a lane.
 
-    The lane holds `held` microbatches of its leanest stage. `stages` has the kinds of each stage and its half-open
-    range of layers. `fullest` is (static memory, memory kept by a microbatch on each stage) on the fullest device. All
-    without the workspace.
+    The lane holds `held` microbatches of its leanest stage, and at least one of every stage. `stages` has the kinds of
+    each stage and its half-open range of layers. `fullest` is (static memory, memory kept by a microbatch on each
+    stage) on the fullest device. All without the workspace.
     """
     static, saved = fullest
     limit, need = float("inf"), (0.0, float("inf"))
@@ -134,7 +134,7 @@ def lane_need(
         parts = [kind_saved / full_saved for kind_saved, full_saved in zip(keeps, saved, strict=True) if full_saved > 0]
         part = min(parts, default=1.0)
         limit = min(limit, static + (has - stays) / part if part > 0 else float("inf"))
-        mine = (stays + held * min(keeps), has)
+        mine = (stays + max(held * min(keeps), sum(keeps)), has)
         if mine[0] - mine[1] > need[0] - need[1]:
             need = mine
     return limit, need
