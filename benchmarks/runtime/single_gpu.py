@@ -36,7 +36,6 @@ from torch import nn
 
 from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.cluster import Cluster, open_cluster
-from pipefit.cost.static_memory import Precision
 from pipefit.errors import PipefitError
 from pipefit.model.analysis.totals import graph_flops
 from pipefit.model.capture.layers import capture_family
@@ -47,6 +46,7 @@ from pipefit.plan.assemble.predict import add_prediction, simulate_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
+from pipefit.precision import Precision
 from pipefit.run.session.metrics import find_peak
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.stage_inputs import StageInputs

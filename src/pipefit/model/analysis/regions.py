@@ -1,4 +1,4 @@
-"""Pointwise regions: the operators between two boundaries (linear layers, attention, collectives, loss). Pure.
+"""Regions: the pointwise operators between two boundaries (linear layers, attention, collectives, loss), or one gather.
 
 `run/autograd/regions.py` runs them; `saved.py` decides which of their values are saved.
 """
@@ -14,7 +14,7 @@ from pipefit.model.ops.table import KINDS
 
 @dataclass(frozen=True, slots=True)
 class OperatorRegion:
-    """Connected pointwise operators that can run at one point of the layer."""
+    """Connected pointwise operators, or one gather, that can run at one point of the layer."""
 
     operators: tuple[int, ...]
     inputs: tuple[str, ...]

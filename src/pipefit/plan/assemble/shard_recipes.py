@@ -21,7 +21,8 @@ from pipefit.model.graph import Model, ModelModule
 from pipefit.optimizers import DEFAULT, find_optimizer
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.types import Job, Precision
+from pipefit.plan.types import Job
+from pipefit.precision import Precision
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.pricing import ShardSetting
 from pipefit.shard.synthesize import leanest_program

@@ -26,8 +26,8 @@ FIXED_PROGRAMS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
 """Programs that are written for any layer, without a search."""
 
 ALL_STYLES_DEVICES = 64
-"""On more devices only the first of `FIXED_PROGRAMS` is searched: it moves as many bytes as the second, and stores
-less."""
+"""On more devices only the first of `FIXED_PROGRAMS` is searched: it stores less than the second, and moves as many
+bytes without recomputation. With selective recomputation it gathers once more, and the second may be faster."""
 
 NEAR_LANES = 4
 """Programs that were found for some number of lanes are tried for up to this many times more or fewer."""

@@ -1,8 +1,8 @@
-"""Pointwise regions: the operators between two boundaries (linear layers, attention, collectives, loss).
+"""Regions: the pointwise operators between two boundaries (linear layers, attention, collectives, loss), or one gather.
 
 Regions have two uses. Selective recomputation saves a region's inputs and runs the region again in the backward, once,
 however many linear layers read its results (Korthikanti et al., 2022, extended from attention to all cheap operators).
-On GPUs every region also becomes one compiled function. `model/analysis/regions.py` groups the operators and
+On GPUs every pointwise region also becomes one compiled function. `model/analysis/regions.py` groups the operators and
 `model/analysis/saved.py` selects the saved values, so that the planner's bytes agree with the runtime's.
 """
 
