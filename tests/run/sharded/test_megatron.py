@@ -28,16 +28,16 @@ pytestmark = pytest.mark.gloo
 EXACT = 1e-10
 
 
-def sharded_step(group, rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor, lengths=None):
+def sharded_step(group, rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor, **options):
     """`programs_step` of Megatron's programs."""
     uses = [LayerUse(layer.graph.hash, layer.graph, layer.parameters) for layer in layers]
     split = vocabulary_graphs([uses])
     assert {uses[0].key, uses[-2].key, uses[-1].key} <= split, "embedding, head and loss"
     programs = [shard_program(layer.graph, shares, sequence_parallel, layer.graph.hash in split) for layer in layers]
-    return programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, divisor, lengths)
+    return programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, divisor, **options)
 
 
-def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, divisor, lengths=None):
+def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, divisor, lengths=None, backend=None):
     """(loss, whole gradients by name) of one step on the shard axis, as this rank sees it."""
     shares = programs[0].shares
     local = [
@@ -46,7 +46,7 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
     ]
     shard = ShardContext(group=group, shares=shares, position=rank)
     slices = len(lengths) if lengths else 1
-    program = StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard, slices=slices)
+    program = StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard, slices=slices, backend=backend)
     places = {}
     for layer, sharded in zip(layers, programs, strict=True):
         for name, form in sharded.parameter_forms.items():
@@ -133,13 +133,28 @@ def check_slices(group, rank, shares):
     for sequence_parallel, recompute in ((False, "selective"), (True, "full")):
         lengths = (5, 4, 1)
         _, found = sharded_step(
-            group, rank, whole, layers, shares, sequence_parallel, recompute, "IW", feeds, 13, lengths
+            group, rank, whole, layers, shares, sequence_parallel, recompute, "IW", feeds, 13, lengths=lengths
         )
         assert_close(found, wanted, EXACT)
 
 
 def test_slices_on_uneven_shards():
     run_processes(check_slices, 2, (2, 1))
+
+
+def check_compiled(group, rank, shares):
+    """Pointwise regions are compiled, gathers between them are not."""
+    layers, feeds = toy_layers(), [toy_feed(seed=1)]
+    single = StageProgram(layers, dtype=torch.float64)
+    fill(single)
+    _, wanted = plain_gradients(single, feeds, 13)
+    whole = {name: p.data for name, p in single.parameters.items()}
+    step = (group, rank, whole, layers, shares, True, "selective", "IW", feeds, 13)
+    assert_close(sharded_step(*step, backend="aot_eager")[1], wanted, EXACT)
+
+
+def test_compiled_regions_beside_gathers():
+    run_processes(check_compiled, 2, (2, 1))
 
 
 def check_dropout(group, rank, shares):

@@ -96,6 +96,18 @@ def test_a_program_that_changed_is_stale():
     )
 
 
+def test_parameters_in_other_forms_than_the_program_are_stale():
+    """A plan from before the vocabulary was split, whose stages have no hash of their programs."""
+    one = plan("llama", microbatches=2, shards=(1, 1), sharding="megatron")
+    whole = [replace(p, stored=("I", "I")) if "embed_tokens" in p.name else p for p in one.parameters]
+    old = with_stage(replace(one, parameters=tuple(whole)), 0, program="")
+    refused(
+        StalePlanError, lambda: stage_programs(old, plans.model("llama")),
+        "another form than its program", "model.embed_tokens.weight", "seen: I along the shards", "allowed: G0",
+        "make the plan again",
+    )  # fmt: skip
+
+
 def test_a_device_without_a_stage():
     refused(PlanError, lambda: device_lane(plan("llama", microbatches=2), 7), "holds no stage", "device 7")
 

@@ -44,7 +44,7 @@ from pipefit.run.update.state_devices import state_devices, state_process_groups
 from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers
 from pipefit.run.worker.runnable import check_runnable
-from pipefit.run.worker.sharding import bind_sharded_layers, held_state, released_parameters
+from pipefit.run.worker.sharding import bind_sharded_layers, check_stored_forms, held_state, released_parameters
 from pipefit.run.worker.worker import Frozen, Worker, device_lane
 from pipefit.schedule.lowering.frozen import with_backward
 from pipefit.shard.apart import check_row_independence
@@ -193,6 +193,7 @@ def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]
                 seen=f"{seen} here, {stage.program} in the plan",
                 next_step="make the plan again with the model as it is now",
             )
+        check_stored_forms(plan, index, stage_layers(model, stage), programs)
         result.append(programs)
     return result
 

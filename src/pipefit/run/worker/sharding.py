@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pipefit.errors import StalePlanError
 from pipefit.layout import Mesh
+from pipefit.model.graph import Layer
 from pipefit.optimizers.sharded_state import ShardedState, state_of_forms
+from pipefit.plan.assemble.shard_programs import LayerProgram
 from pipefit.plan.types import ParameterPlan, Plan
 from pipefit.run.stage.program import StageProgram
 from pipefit.run.stage.sharded_layers import ShardedBucket, ShardedLayers, gradient_passes
@@ -21,6 +24,25 @@ def held_state(plan: Plan, parameter: ParameterPlan, group: Mesh) -> ShardedStat
     owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
     forms = dict(zip((axis.name for axis in owner.axes), parameter.state, strict=True))
     return state_of_forms(forms.get(axis.name, "I") for axis in group.axes if axis.size > 1)
+
+
+def check_stored_forms(plan: Plan, index: int, layers: Sequence[Layer], programs: Mapping[str, LayerProgram]) -> None:
+    """Raise StalePlanError if the plan stores a parameter of a stage in another form than the programs of its layers,
+    by graph."""
+    stored = {parameter.name: parameter for parameter in plan.parameters}
+    for layer in layers if plan.stage_mesh(index).find_axis("shard").size > 1 else ():
+        for local, form in programs[layer.graph].parameters.items():
+            parameter = stored[layer.parameters[local]]
+            owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
+            forms = dict(zip((axis.name for axis in owner.axes), parameter.stored, strict=True))
+            if forms.get("shard", "I") != str(form):
+                raise StalePlanError(
+                    "The plan stores a parameter in another form than its program.",
+                    where=f"stages[{index}], parameter {parameter.name!r}",
+                    seen=f"{forms.get('shard', 'I')} along the shards",
+                    allowed=str(form),
+                    next_step="make the plan again",
+                )
 
 
 def released_parameters(plan: Plan, stage: int, group: Mesh) -> set[str]:
