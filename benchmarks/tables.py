@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.harness import markdown_table, read_result
@@ -114,11 +115,17 @@ def published_table() -> str:
         outcomes = Counter(row["outcome"] for row in of_family)
         slow = sum(row.get("pinned_cpu_s", 0.0) > result["limit_s"] for row in of_family)
         ratios = [row["ratio"] for row in of_family if row.get("ratio")]
+        errors = [
+            abs(row["pinned_s"] / row["published_s"] - 1)
+            for row in of_family
+            if row.get("pinned_s") and row["published_s"] and "float8 as bfloat16" not in row["approximations"]
+        ]
         counts = (len(of_family), *(outcomes[name] for name in ("planned", "does not fit", "not expressible")), slow)
-        rows.append((title, *map(str, counts), str(len(ratios)), f"{max(ratios):.3f}" if ratios else ""))
+        figures = (f"{max(ratios):.3f}" if ratios else "", str(len(errors)), f"{mean(errors):.0%}" if errors else "")
+        rows.append((title, *map(str, counts), str(len(ratios)), *figures))
     columns = (
         "source | rows | planned | do not fit | not expressible | take over 2 s | free plans made | "
-        "slowest free plan over its fixed one"
+        "slowest free plan over its fixed one | bfloat16 steps published | mean error of the fixed step"
     )
     return format_table(columns, rows)
 

@@ -27,14 +27,16 @@ def held_state(plan: Plan, parameter: ParameterPlan, group: Mesh) -> ShardedStat
 
 
 def check_stored_forms(plan: Plan, index: int, layers: Sequence[Layer], programs: Mapping[str, LayerProgram]) -> None:
-    """Raise StalePlanError if the plan stores a parameter of a stage in another form than the programs of its layers,
-    by graph."""
-    stored = {parameter.name: parameter for parameter in plan.parameters}
-    for layer in layers if plan.stage_mesh(index).find_axis("shard").size > 1 else ():
+    """Raise StalePlanError if the plan stores a parameter that a stage owns in another form than the programs of its
+    layers, by graph."""
+    owned = {parameter.name: parameter for parameter in plan.parameters if parameter.owner == index}
+    group = plan.stage_mesh(index)
+    for layer in layers if group.find_axis("shard").size > 1 else ():
         for local, form in programs[layer.graph].parameters.items():
-            parameter = stored[layer.parameters[local]]
-            owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
-            forms = dict(zip((axis.name for axis in owner.axes), parameter.stored, strict=True))
+            parameter = owned.get(layer.parameters[local])
+            if parameter is None:
+                continue
+            forms = dict(zip((axis.name for axis in group.axes), parameter.stored, strict=True))
             if forms.get("shard", "I") != str(form):
                 raise StalePlanError(
                     "The plan stores a parameter in another form than its program.",
