@@ -61,8 +61,8 @@ class ProcessWorkers:
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Worker -> its process id."""
-        return {number: worker.process.pid for number, worker in self._workers.items()}
+        """Worker -> its process id. Safe from any thread."""
+        return {number: worker.process.pid for number, worker in tuple(self._workers.items())}
 
     def submit(self, worker: int, key: Key, request: Any) -> None:
         if worker in self._workers:
