@@ -8,30 +8,28 @@ Mixed precision follows Megatron and torchtitan: `bfloat16` has float32 gradient
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Precision = Literal["float64", "float32", "bfloat16", "bfloat16-gradients"]
 
-COMPUTE_TYPE: Mapping[Precision, str] = {
-    "float64": "float64",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "bfloat16-gradients": "bfloat16",
-}
-"""Type of parameters and activations, as PyTorch and the peaks of a device name it."""
 
-GRADIENT_TYPE: Mapping[Precision, str] = {
-    "float64": "float64",
-    "float32": "float32",
-    "bfloat16": "float32",
-    "bfloat16-gradients": "bfloat16",
-}
-"""Type of the gradient buffer into which all microbatches are accumulated, and in which it is reduced."""
+class NumberTypes(NamedTuple):
+    """Number types of a training job, as PyTorch names them."""
 
-STATE_TYPE: Mapping[Precision, str] = {
-    "float64": "float64",
-    "float32": "float32",
-    "bfloat16": "float32",
-    "bfloat16-gradients": "float32",
+    compute: str
+    "Of parameters and activations; the peaks of a device have this name."
+    gradient: str
+    "Of the buffer into which the gradients of all microbatches are accumulated, and in which they are reduced."
+    state: str
+    "Of the optimizer's state, and of the weights that it updates."
+
+
+NUMBER_TYPES: Mapping[Precision, NumberTypes] = {
+    "float64": NumberTypes("float64", "float64", "float64"),
+    "float32": NumberTypes("float32", "float32", "float32"),
+    "bfloat16": NumberTypes("bfloat16", "float32", "float32"),
+    "bfloat16-gradients": NumberTypes("bfloat16", "bfloat16", "float32"),
 }
-"""Type of the optimizer's state, and of the weights that it updates."""
+
+COMPUTE_TYPE: Mapping[Precision, str] = {precision: types.compute for precision, types in NUMBER_TYPES.items()}
+"""Type of parameters and activations."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,16 +21,20 @@ from pipefit.run.verify.verify import MeasuredMemory, count_on_cpu, work_phases
 
 
 def counted_rank(plan: Plan, model: Model, steps: int = 2) -> MeasuredMemory:
-    """Everything that this rank allocates from the first parameter on.
+    """Everything that this rank allocates from the first parameter on."""
+    with patient_collectives():
+        return count_on_cpu(work_phases(plan, model, torch.device("cpu"), steps, cases.comms()))
 
-    The record misses what gloo's own threads free, so this thread lets go of collectives last here.
-    """
+
+@contextmanager
+def patient_collectives() -> Iterator[None]:
+    """Let this thread be the last to let go of a collective: the profiler misses what gloo's threads free."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (comms, reduce, sharded_layers):
             patch.setattr(module, "all_gather", _patient(module.all_gather))
             patch.setattr(module, "reduce_scatter", _patient(module.reduce_scatter))
         patch.setattr(dist, "all_reduce", _patient_reduce(dist.all_reduce))
-        return count_on_cpu(work_phases(plan, model, torch.device("cpu"), steps, cases.comms()))
+        yield
 
 
 def _patient_reduce(call: Any) -> Any:

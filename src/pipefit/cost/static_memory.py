@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipefit.optimizers import OptimizerKind
-from pipefit.precision import COMPUTE_TYPE, GRADIENT_TYPE, STATE_TYPE, Precision
+from pipefit.precision import NUMBER_TYPES, Precision
 
 _TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
-COMPUTE_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[kind] for name, kind in COMPUTE_TYPE.items()}
+COMPUTE_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[types.compute] for name, types in NUMBER_TYPES.items()}
 """Bytes of a parameter, and of an activation."""
 
-GRADIENT_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[kind] for name, kind in GRADIENT_TYPE.items()}
+GRADIENT_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[types.gradient] for name, types in NUMBER_TYPES.items()}
 """Bytes of one entry of the gradient buffer."""
 
-STATE_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[kind] for name, kind in STATE_TYPE.items()}
+STATE_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[types.state] for name, types in NUMBER_TYPES.items()}
 """Bytes of one element of the optimizer's state."""
 
 WORKSPACE_BYTES = 64 * 2**20
@@ -33,7 +33,7 @@ def state_bytes(optimizer: OptimizerKind, precision: Precision) -> int:
 
 def has_master(precision: Precision) -> bool:
     """Return True if the optimizer updates a wider copy of the parameters."""
-    return STATE_TYPE[precision] != COMPUTE_TYPE[precision]
+    return STATE_BYTES[precision] > COMPUTE_BYTES[precision]
 
 
 def shared_state_bytes(

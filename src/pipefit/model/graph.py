@@ -166,6 +166,11 @@ class Graph:
         raise KeyError(name)
 
     @property
+    def hidden_input(self) -> str | None:
+        """The activation that the layer takes from the layer before as its x; None for a layer without one."""
+        return next((tensor.name for tensor in self.inputs if tensor.role == "activation"), None)
+
+    @property
     def hidden_output(self) -> str | None:
         """The output that the next layer takes as its x; None at the end of the chain."""
         return self.outputs[0] if self.find_tensor(self.outputs[0]).shape else None
@@ -179,6 +184,12 @@ class Graph:
     def hash(self) -> str:
         """A digest that is stable over processes: two ranks with equal hashes run the same program."""
         return content_digest(self)
+
+
+def shapes_of(graph: Graph) -> dict[str, Shape]:
+    """Return the shapes of all inputs, values and parameters."""
+    shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
+    return shapes | {spec.name: spec.shape for spec in graph.parameters}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from pipefit.codec import added_later, content_digest, translated
 from pipefit.layout import Mesh, MeshAxis
 from pipefit.optimizers import DEFAULT
 from pipefit.optimizers.sharded_state import decode_decisions, encode_decisions
-from pipefit.precision import Precision as Precision
+from pipefit.precision import Precision
 from pipefit.schedule.actions import EVERY, RoundRobin, Schedule, parse_lanes
 
 Recompute = Literal["none", "selective", "full"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.model.analysis.aten_splits import split_labels
-from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
+from pipefit.model.graph import Graph, Model, Operator, Shape, Size, shapes_of, size_factors, size_value
 from pipefit.model.ops import KINDS
 from pipefit.shard.program import labels_at
 from pipefit.shard.rules import OperatorLabels
@@ -68,8 +68,7 @@ def row_problems(model: Model) -> Iterator[PlanError]:
 
 
 def _layer_problems(graph: Graph, where: str) -> Iterator[PlanError]:
-    shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
-    shapes |= {spec.name: spec.shape for spec in graph.parameters}
+    shapes = shapes_of(graph)
     states: dict[str, State] = dict.fromkeys(shapes)
     states |= {tensor.name: RowIndependence(0) for tensor in graph.inputs if tensor.shape[:1] == (ROWS,)}
     for operator in graph.operators:

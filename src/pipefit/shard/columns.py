@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipefit.model.graph import Graph, Shape
+from pipefit.model.graph import Graph, shapes_of
 from pipefit.model.ops import KINDS
 from pipefit.shard.choice import TOKENS
 from pipefit.shard.program import labels_at
@@ -33,18 +33,12 @@ def units_downstream(graph: Graph, name: str, dim: int) -> int:
     return _FeatureUses(graph, split_output=False).units_downstream(name, dim)
 
 
-def graph_shapes(graph: Graph) -> dict[str, Shape]:
-    """Return the shapes of all values and parameters of a graph."""
-    shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
-    return shapes | {spec.name: spec.shape for spec in graph.parameters}
-
-
 class _FeatureUses:
     """The operators that read each value of a graph."""
 
     def __init__(self, graph: Graph, split_output: bool) -> None:
         self.graph, self.split_output = graph, split_output
-        self.shapes = graph_shapes(graph)
+        self.shapes = shapes_of(graph)
         self.consumers: dict[str, list[int]] = {}
         for index, operator in enumerate(graph.operators):
             for name in operator.inputs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import gcd
 
-from pipefit.model.graph import Graph, Shape, Size
+from pipefit.model.graph import Graph, Size, shapes_of
 from pipefit.shard.choice import LOCAL
 from pipefit.shard.program import labels_at
 
@@ -66,9 +66,3 @@ def _common_units(sizes: list[Size]) -> int | None:
         return 0 if len({*sizes}) == 1 else None
     fixed_sizes = [size for size in sizes if isinstance(size, int)]
     return gcd(*fixed_sizes) if len(fixed_sizes) == len(sizes) else None
-
-
-def shapes_of(graph: Graph) -> dict[str, Shape]:
-    """Return the shapes of all inputs, values and parameters."""
-    shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
-    return shapes | {spec.name: spec.shape for spec in graph.parameters}

@@ -19,7 +19,7 @@ from pipefit.shard.choice import TOKENS, HeldForm, OperatorChoice
 from pipefit.shard.columns import column_linears
 from pipefit.shard.program import ShardedGraph, shard_graph
 from pipefit.shard.rules import OperatorLabels
-from pipefit.shard.vocabulary import gives_logits, hidden_input, takes_logits, token_tables
+from pipefit.shard.vocabulary import gives_logits, hidden_shape, takes_logits, token_tables
 
 
 def shard_program(
@@ -41,7 +41,7 @@ def shard_program(
     stream = HeldForm(shard_form(1) if sequence_parallel else IDENTITY)
     is_head = split_vocabulary and gives_logits(graph)
     is_loss = split_vocabulary and takes_logits(graph)
-    takes = logits_form(hidden_input(graph).shape) if is_loss else stream
+    takes = logits_form(hidden_shape(graph)) if is_loss else stream
     gives = logits_form(graph.find_tensor(graph.outputs[0]).shape) if is_head else stream
     tables = token_tables(graph) if split_vocabulary else set()
     columns = column_linears(graph, split_output=is_head)

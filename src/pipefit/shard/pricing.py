@@ -16,11 +16,11 @@ from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.layout import IDENTITY, PARTIAL, TensorForm, shard_form
 from pipefit.model.analysis.saved import kept_values
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec, element_count
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec, element_count, shapes_of
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
-from pipefit.shard.cuts import cut_units, shapes_of
+from pipefit.shard.cuts import cut_units
 from pipefit.shard.operator_work import OperatorPricing
 from pipefit.shard.program import labels_at
 from pipefit.shard.rules import Labels, OperatorLabels

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, PARTIAL, Run, TensorForm, shard_form, split_by_shares
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec, shapes_of
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
@@ -80,8 +80,7 @@ class ProgramWriter:
         self.taken_shares = stream.shares or self.shares
         self.arriving: dict[str, str] = {}
         "Input that arrives with other shares -> the name of the arriving value; its own name is the reshared value."
-        self.shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
-        self.shapes |= {spec.name: spec.shape for spec in graph.parameters}
+        self.shapes = shapes_of(graph)
         self.dtypes = {tensor.name: tensor.dtype for tensor in (*graph.inputs, *graph.tensors)}
         self.parameters = {spec.name: spec for spec in graph.parameters}
         self.held: dict[str, HeldForm] = dict.fromkeys(self.parameters, WHOLE)
@@ -193,11 +192,11 @@ class ProgramWriter:
             if on_stream and gives.shares:
                 result = self._write_reshare(result, f"{name}.given", gives)
             outputs.append(result)
-        hidden_inputs = [t.name for t in self.graph.inputs if t.role == "activation"]
+        hidden = self.graph.hidden_input
         return ShardedGraph(
             graphs=tuple(self._local_graph(position, tuple(outputs)) for position in range(len(self.shares))),
             parameter_forms={name: self.held[name].form for name in self.parameters},
-            input_form=self.input_held[hidden_inputs[0]].form if hidden_inputs else IDENTITY,
+            input_form=IDENTITY if hidden is None else self.input_held[hidden].form,
             output_form=self.held[outputs[0]].form,
             shares=self.shares,
             forms={tensor.name: self.held[tensor.name].form for tensor in self.tensors[0]},

@@ -170,7 +170,7 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
         return OperatorChoice(pick.label, cut, settle=pick.settle, how=pick.how, factors=pick.factors, before=before)
 
     after = [_turn_conversion(turn, units) for turn in recipe.after]
-    hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
+    hidden = graph.hidden_input or ""
     takes, gives = _held_form(hidden, recipe.takes, units), _held_form(graph.outputs[0], recipe.gives, units)
     return shard_graph(
         graph,

@@ -7,12 +7,11 @@ loss. A head is split only with the loss behind it, and a table only in all laye
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-from pipefit.model.graph import Graph, Operator, Size, TensorSpec
+from pipefit.model.graph import Graph, Operator, Shape, Size, shapes_of
 from pipefit.model.ops import KINDS
-from pipefit.shard.columns import column_linears, graph_shapes, units_downstream
+from pipefit.shard.columns import column_linears, units_downstream
 from pipefit.shard.program import labels_at
 
 
@@ -32,43 +31,46 @@ def vocabulary_graphs(chains: Iterable[Sequence[LayerUse]], undivided: Collectio
     Vocabularies of the sizes `undivided` have too few words for the devices.
     """
     chains = [*chains]
-    neighbours = [pair for chain in chains for pair in pairwise(chain)]
-    pairs = [(head, loss) for head, loss in neighbours if gives_logits(head.graph) and takes_logits(loss.graph)]
-    split = {layer.key for pair in pairs for layer in pair}
-    split |= {layer.key for chain in chains for layer in chain if token_tables(layer.graph)}
-    split -= {layer.key for chain in chains for layer in chain if layer_vocabularies(layer.graph) & {*undivided}}
-    while unsplit := _single_layers(chains, split) | _layers_with_whole_tables(chains, split):
+    graphs = {layer.key: layer.graph for chain in chains for layer in chain}
+    heads = {key for key, graph in graphs.items() if gives_logits(graph)}
+    losses = {key for key, graph in graphs.items() if takes_logits(graph)}
+    split = heads | losses | {key for key, graph in graphs.items() if token_tables(graph)}
+    split -= {key for key in split if layer_vocabularies(graphs[key]) & {*undivided}}
+    tables = {key: (split_tables(graph, False), split_tables(graph, True)) for key, graph in graphs.items()}
+    while unsplit := _single_layers(chains, heads & split, losses & split) | _half_split_layers(chains, tables, split):
         split -= unsplit
     return frozenset(split)
 
 
-def _single_layers(chains: Sequence[Sequence[LayerUse]], split: set[str]) -> set[str]:
-    """Return the keys in `split` of heads without a split loss behind them, and of losses without a split head."""
+def _single_layers(chains: Sequence[Sequence[LayerUse]], heads: set[str], losses: set[str]) -> set[str]:
+    """Return the keys of heads without a loss behind them, and of losses without a head."""
     single = set()
     for chain in chains:
-        for before, layer, after in zip((None, *chain), chain, (*chain[1:], None), strict=False):
-            if layer.key not in split:
-                continue
-            if gives_logits(layer.graph) and not (after and after.key in split and takes_logits(after.graph)):
-                single.add(layer.key)
-            if takes_logits(layer.graph) and not (before and before.key in split and gives_logits(before.graph)):
-                single.add(layer.key)
+        keys = [None, *(layer.key for layer in chain), None]
+        for before, key, after in zip(keys, keys[1:], keys[2:], strict=False):
+            if key is not None and ((key in heads and after not in losses) or (key in losses and before not in heads)):
+                single.add(key)
     return single
 
 
-def _layers_with_whole_tables(chains: Sequence[Sequence[LayerUse]], split: set[str]) -> set[str]:
-    """Return the keys in `split` of layers with a table that another layer holds whole."""
-    layers = [(layer, split_tables(layer.graph, layer.key in split)) for chain in chains for layer in chain]
+def _half_split_layers(
+    chains: Sequence[Sequence[LayerUse]], tables: Mapping[str, tuple[set[str], set[str]]], split: set[str]
+) -> set[str]:
+    """Return the keys in `split` of layers with a table that another layer holds whole.
+
+    `tables`: key -> local names of the tables that a layer splits (without, with) its vocabulary.
+    """
+    layers = [(layer, tables[layer.key][layer.key in split]) for chain in chains for layer in chain]
     held_whole = {
         layer.parameters[spec.name]
-        for layer, tables in layers
+        for layer, names in layers
         for spec in layer.graph.parameters
-        if spec.name not in tables
+        if spec.name not in names
     }
     return {
         layer.key
-        for layer, tables in layers
-        if layer.key in split and any(layer.parameters[table] in held_whole for table in tables)
+        for layer, names in layers
+        if layer.key in split and any(layer.parameters[name] in held_whole for name in names)
     }
 
 
@@ -85,7 +87,7 @@ def layer_vocabularies(graph: Graph) -> set[Size]:
     if gives_logits(graph):
         sizes.add(graph.find_tensor(graph.outputs[0]).shape[-1])
     if takes_logits(graph):
-        sizes.add(hidden_input(graph).shape[-1])
+        sizes.add(hidden_shape(graph)[-1])
     return sizes
 
 
@@ -115,14 +117,15 @@ def gives_logits(graph: Graph) -> bool:
 def takes_logits(graph: Graph) -> bool:
     """Return True for a cross-entropy without parameters whose hidden state can be split along its last dimension."""
     activations = [tensor for tensor in graph.inputs if tensor.role == "activation"]
-    if len(activations) != 1 or graph.parameters or any(graph.find_tensor(name).shape for name in graph.outputs):
+    if len(activations) != 1 or graph.parameters or graph.hidden_output is not None:
         return False
-    if not any(labels_at(graph_shapes(graph), operator).kinds for operator in graph.operators):
+    if not any(labels_at(shapes_of(graph), operator).kinds for operator in graph.operators):
         return False  # no operator reduces over the parts of a vocabulary
     hidden = activations[0]
     return len(hidden.shape) > 1 and units_downstream(graph, hidden.name, len(hidden.shape) - 1) > 0
 
 
-def hidden_input(graph: Graph) -> TensorSpec:
-    """Return the hidden state that a layer takes from the layer before."""
-    return next(tensor for tensor in graph.inputs if tensor.role == "activation")
+def hidden_shape(graph: Graph) -> Shape:
+    """Return the shape of the hidden state that a layer takes from the layer before."""
+    assert graph.hidden_input is not None
+    return graph.find_tensor(graph.hidden_input).shape

@@ -105,11 +105,8 @@ class KernelCosts:
     def _sum_cost(self, query: LayerQuery, devices: int) -> LayerCost:
         facts = _layer_facts(query.graph, query.shape, COMPUTE_BYTES[query.precision], query.recompute)
         passes = [self._operator_times(kind, call, devices) for kind, call in facts.calls]
-        passes = [
-            times._replace(weight_s=0.0) if kind == "all_gather" and index in facts.again else times
-            for index, (times, (kind, _)) in enumerate(zip(passes, facts.calls, strict=True))
-        ]
-        again = sum(passes[index].forward_s for index in facts.again)
+        # The weight pass of an all_gather has its second gather.
+        again = sum(passes[index].forward_s for index in facts.again if facts.calls[index][0] != "all_gather")
         if self.attention_again and query.recompute == "none":
             again = sum(p.forward_s for p, (kind, _) in zip(passes, facts.calls, strict=True) if kind == "attention")
         return LayerCost(

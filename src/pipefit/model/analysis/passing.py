@@ -63,7 +63,7 @@ def transient_bytes(
     """Return the peaks of one layer for `symbols` B, T (and P, S). `widens`: the device first converts the factors of
     weight gradients to the dtype of their buffer (`OperatorKind.widened_bytes`). `sliced`: see `saved_bytes`."""
     walk = _GraphWalk(graph, symbols, compute_bytes, recompute, widens, sliced)
-    hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
+    hidden = graph.hidden_input
     result = graph.outputs[0]
     loss = not graph.find_tensor(result).shape
     return TransientMemory(

@@ -13,7 +13,7 @@ from math import prod
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
-from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
+from pipefit.model.graph import Graph, Model, Operator, Shape, Size, shapes_of, size_factors, size_value
 from pipefit.model.ops import KINDS
 from pipefit.plan.types import Plan
 from pipefit.shard.choice import SEQUENCES
@@ -146,8 +146,7 @@ def min_slice_tokens(shares: Sequence[int]) -> int:
 def layer_obstacles(graph: Graph, where: str, sees_later: bool = False) -> Iterator[PlanError]:
     """Yield an error for everything in a layer that prevents cutting its sequences. With `sees_later`, attention may
     see later tokens."""
-    shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
-    shapes |= {parameter.name: parameter.shape for parameter in graph.parameters}
+    shapes = shapes_of(graph)
     if not all(_is_sequence(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
         yield PlanError(
             "A model captured as one graph cannot be cut into slices: its sequence length is fixed.",

@@ -31,7 +31,7 @@ from pipefit.plan.request.context_parts import context_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, slice_problems
 from pipefit.plan.types import ParameterPlan, Plan, Stage
-from pipefit.precision import COMPUTE_TYPE, GRADIENT_TYPE, STATE_TYPE
+from pipefit.precision import NUMBER_TYPES
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.initial_values import Value, initial_values
 from pipefit.run.stage.program import StageLayer, StageProgram
@@ -102,9 +102,7 @@ def build_worker(
     make_groups(plan, model, comms, programs_of)
     uses = tied_uses(plan, model, programs_of)
     across = shared_devices(plan, model, uses, programs_of)
-    dtype, gradient_dtype, master_dtype = (
-        getattr(torch, kind[plan.job.precision]) for kind in (COMPUTE_TYPE, GRADIENT_TYPE, STATE_TYPE)
-    )
+    dtype, gradient_dtype, master_dtype = (getattr(torch, name) for name in NUMBER_TYPES[plan.job.precision])
     trained = with_backward(plan.to_schedule())
     programs = {
         stage: _build_program(plan, model, stage, programs_of[stage], location, comms, dtype, trained)

@@ -31,17 +31,17 @@ def check_stored_forms(plan: Plan, index: int, layers: Sequence[Layer], programs
     layers, by graph."""
     owned = {parameter.name: parameter for parameter in plan.parameters if parameter.owner == index}
     group = plan.stage_mesh(index)
-    for layer in layers if group.find_axis("shard").size > 1 else ():
+    if group.find_axis("shard").size == 1:
+        return
+    axis = [axis.name for axis in group.axes].index("shard")
+    for layer in layers:
         for local, form in programs[layer.graph].parameters.items():
             parameter = owned.get(layer.parameters[local])
-            if parameter is None:
-                continue
-            forms = dict(zip((axis.name for axis in group.axes), parameter.stored, strict=True))
-            if forms.get("shard", "I") != str(form):
+            if parameter is not None and parameter.stored[axis] != str(form):
                 raise StalePlanError(
                     "The plan stores a parameter in another form than its program.",
                     where=f"stages[{index}], parameter {parameter.name!r}",
-                    seen=f"{forms.get('shard', 'I')} along the shards",
+                    seen=f"{parameter.stored[axis]} along the shards",
                     allowed=str(form),
                     next_step="make the plan again",
                 )
