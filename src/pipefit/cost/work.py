@@ -52,6 +52,8 @@ class StageWork:
     sharded_elements: tuple[tuple[int, ...], ...] = ()
     """[layer][position of the shard axis]: trained elements of parameters of this layer alone. The replicas shard their
     gradients, and their parameters under ZeRO-3. Empty: gradients are not sharded."""
+    sharded_whole: tuple[int, ...] = ()
+    "[layer]: those of these elements that are replicated over the shard axis."
     shares: tuple[tuple[int, ...], ...] = ()
     "Shares of every layer along the shard axis, where they differ from the mesh's; empty: the mesh's."
 
@@ -68,6 +70,10 @@ class StageWork:
 
     state_group: int = 0
     "Number of neighbouring replicas (and parts of sequences) that shard the state together; 0: all of them."
+
+    splits_rows: bool = False
+    """The shard axis divides the rows of a replica (expert parallelism). Gradients and state of the parameters that are
+    replicated over it are summed and sharded over the replicas and the shard axis together."""
 
     @property
     def context_parts(self) -> int:
@@ -86,6 +92,20 @@ class StageWork:
         return (1,) * self.state_group or self.data_shares
 
     @property
+    def row_parts(self) -> int:
+        """Return the number of devices of the shard axis among which the rows of a replica are divided."""
+        return self.group.find_axis("shard").size if self.splits_rows else 1
+
+    @property
+    def whole_part(self) -> float:
+        """Return the part of the trained elements that remains on a device if the shard axis divides the replicated
+        ones; 1 if it does not divide rows."""
+        if not self.splits_rows or not max(self.parameters.trainable):
+            return 1.0
+        away = max(self.parameters.whole) * (1.0 - 1.0 / self.row_parts)
+        return 1.0 - away / max(self.parameters.trainable)
+
+    @property
     def shards_state(self) -> bool:
         """Return whether the replicas shard the optimizer state."""
         return self.sharded_state != "none"
@@ -93,7 +113,7 @@ class StageWork:
     @property
     def has_sharded_layers(self) -> bool:
         """Return whether the replicas sum gradients in every microbatch, layer by layer (ZeRO-2 and 3)."""
-        return bool(self.sharded_elements) and len(self.data_shares) > 1
+        return bool(self.sharded_elements) and len(self.data_shares) * self.row_parts > 1
 
     @property
     def reduced_elements(self) -> int:
@@ -110,6 +130,18 @@ class StageWork:
         if not self.shards_state:
             return 0
         return self.reduced_elements if self.sharded_state == "parameters" else max(self.parameters.trainable)
+
+    @property
+    def whole_elements(self) -> int:
+        """Return those of `reduced_elements` that are replicated over the shard axis."""
+        return max(self.parameters.whole) - (sum(self.sharded_whole) if self.has_sharded_layers else 0)
+
+    @property
+    def gathered_whole(self) -> int:
+        """Return those of `gathered_elements` that are replicated over the shard axis."""
+        if not self.shards_state:
+            return 0
+        return self.whole_elements if self.sharded_state == "parameters" else max(self.parameters.whole)
 
     @property
     def copied_elements(self) -> float:

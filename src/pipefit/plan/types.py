@@ -74,8 +74,8 @@ class Stage:
     group: int
     space: str = "samples"
     recompute: Recompute = "none"
-    sharding: Literal["none", "megatron", "megatron-sp", "searched"] = "none"
-    "The SPMD program over the shard axis; `searched`: by the plan's recipes."
+    sharding: Literal["none", "megatron", "megatron-sp", "expert", "searched"] = "none"
+    "The SPMD program over the shard axis; `expert`: expert parallelism; `searched`: by the plan's recipes."
     recipes: str = ""
     "For searched sharding, the name of the stage's recipe set; '' is the unnamed set."
     program: str = ""

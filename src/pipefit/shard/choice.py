@@ -71,3 +71,18 @@ class OperatorChoice:
 
 Chooser = Callable[[int, Operator, OperatorLabels, Mapping[str, HeldForm]], OperatorChoice | None]
 """(index, operator, its labels, forms of its inputs) -> the choice; None: the operator is replicated."""
+
+
+def follow_split(operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]) -> OperatorChoice | None:
+    """Return the choice that keeps the split of the first split input, or None if the operator cannot be split there.
+
+    A linear layer with its input split along features becomes row-parallel by this rule.
+    """
+    for name, labels in zip(operator.inputs, labelled.inputs, strict=True):
+        if name and labels is not None and held[name].form.kind == "G":
+            dim = held[name].form.dim
+            assert dim is not None
+            label = labels[dim]
+            if label is not None:
+                return OperatorChoice(label, held[name].units)
+    return None

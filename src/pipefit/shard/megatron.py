@@ -1,10 +1,11 @@
 """Megatron's tensor parallelism as one fixed shard program, with even or uneven shares.
 
 Column-parallel linear layers, then attention by heads or pointwise operators, then a row-parallel linear layer and an
-all-reduce (Shoeybi et al., 2019). With sequence parallelism the residual stream and its operators (norms, dropout,
-experts) are split along tokens, with an all-gather before the column layers and a reduce-scatter after the row layer
-(Korthikanti et al., 2022). Without it they are replicated on every device. The table of the embedding, the head and the
-loss can be split by vocabulary (`vocabulary.py` finds where).
+all-reduce (Shoeybi et al., 2019). With sequence parallelism the residual stream and its operators (norms, dropout) are
+split along tokens, with an all-gather before the column layers and a reduce-scatter after the row layer (Korthikanti et
+al., 2022); each device holds a run of the experts, and tokens are sent to their experts. Without it, stream and experts
+are replicated on every device. The table of the embedding, the head and the loss can be split by vocabulary
+(`vocabulary.py` finds where).
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, shard_form
 from pipefit.model.graph import Graph, Operator, Shape
 from pipefit.model.ops import KINDS
-from pipefit.shard.choice import TOKENS, HeldForm, OperatorChoice
+from pipefit.shard.choice import TOKENS, HeldForm, OperatorChoice, follow_split
 from pipefit.shard.columns import column_linears
+from pipefit.shard.experts import TOKEN_DIM, can_divide_experts, split_experts
 from pipefit.shard.program import ShardedGraph, shard_graph
 from pipefit.shard.rules import OperatorLabels
 from pipefit.shard.vocabulary import gives_logits, hidden_shape, takes_logits, token_tables
@@ -38,13 +40,14 @@ def shard_program(
             seen="megatron-sp",
             next_step="--fix sharding=searched",
         )
-    stream = HeldForm(shard_form(1) if sequence_parallel else IDENTITY)
+    stream = HeldForm(shard_form(TOKEN_DIM) if sequence_parallel else IDENTITY)
     is_head = split_vocabulary and gives_logits(graph)
     is_loss = split_vocabulary and takes_logits(graph)
     takes = logits_form(hidden_shape(graph)) if is_loss else stream
     gives = logits_form(graph.find_tensor(graph.outputs[0]).shape) if is_head else stream
     tables = token_tables(graph) if split_vocabulary else set()
     columns = column_linears(graph, split_output=is_head)
+    divides_experts = sequence_parallel and can_divide_experts(graph, shares, TOKEN_DIM)
     fed = {tensor.name for tensor in graph.inputs if tensor.role != "activation"}
 
     def choose_split(
@@ -58,6 +61,8 @@ def shard_program(
             table = labelled.inputs[1]
             assert table is not None
             return OperatorChoice(table[0])
+        if divides_experts and (experts := split_experts(labelled, TOKEN_DIM)):
+            return experts
         if sequence_parallel and operator.inputs[:1] and operator.inputs[0] in fed:
             return OperatorChoice("d1") if "d1" in labelled.outputs[0] else None
         return follow_split(operator, labelled, held)
@@ -70,18 +75,3 @@ def logits_form(shape: Shape) -> HeldForm:
     words = shape[-1]
     assert isinstance(words, int), f"the size of the vocabulary is fixed, not {words}"
     return HeldForm(shard_form(len(shape) - 1), words)
-
-
-def follow_split(operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]) -> OperatorChoice | None:
-    """Return the choice that keeps the split of the first split input, or None if the operator cannot be split there.
-
-    A linear layer with its input split along features becomes row-parallel by this rule.
-    """
-    for name, labels in zip(operator.inputs, labelled.inputs, strict=True):
-        if name and labels is not None and held[name].form.kind == "G":
-            dim = held[name].form.dim
-            assert dim is not None
-            label = labels[dim]
-            if label is not None:
-                return OperatorChoice(label, held[name].units)
-    return None

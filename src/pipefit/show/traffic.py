@@ -20,7 +20,7 @@ from pipefit.cost.comm.lowerings import lowerings_over
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.cost.pipeline.context_traffic import context_symbols, gathered_bytes
-from pipefit.cost.pipeline.rings import context_rings, copy_rings, shard_rings, state_rings
+from pipefit.cost.pipeline.rings import context_rings, copy_rings, shard_rings, split_elements
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
@@ -158,17 +158,17 @@ def _share_fractions(units: int, shares: Sequence[int]) -> tuple[float, ...]:
 
 def _add_reductions(traffic: StepTraffic, stage: StageWork, work: PipelineWork, network: Network) -> None:
     width, parameters = GRADIENT_BYTES[work.precision], stage.parameters
-    for ring in shard_rings(stage):
+    for ring in () if stage.splits_rows else shard_rings(stage):
         _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network, "all_reduce")
     for ring in copy_rings(stage):
         _add_ring(traffic, ring, 2 * stage.copied_elements * width, "reduction", network, "all_reduce")
-    for ring in state_rings(stage):
-        gradients = stage.reduced_elements * width
-        passes, kind = (1, "reduce_scatter") if stage.shards_state and not network.over_gloo else (2, "all_reduce")
-        _add_ring(traffic, ring, gradients * passes, "reduction", network, kind)
-        if stage.gathered_elements:
-            gathered = stage.gathered_elements * COMPUTE_BYTES[work.precision]
-            _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
+    passes, kind = (1, "reduce_scatter") if stage.shards_state and not network.over_gloo else (2, "all_reduce")
+    for elements, rings in split_elements(stage, stage.reduced_elements, stage.whole_elements):
+        for ring in rings:
+            _add_ring(traffic, ring, elements * width * passes, "reduction", network, kind)
+    for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_whole):
+        for ring in rings if elements else ():
+            _add_ring(traffic, ring, elements * COMPUTE_BYTES[work.precision], "parameters", network, "all_gather")
 
 
 def _add_sharded_layers(
@@ -178,14 +178,15 @@ def _add_sharded_layers(
     if not stage.has_sharded_layers:
         return
     times = microbatches * len(stage.slices)
-    elements = sum(map(max, stage.sharded_elements))
+    total = sum(map(max, stage.sharded_elements))
     passes, kind = (2, "all_reduce") if network.over_gloo else (1, "reduce_scatter")
-    for ring in state_rings(stage):
-        gradients = elements * GRADIENT_BYTES[work.precision] * passes * times
-        _add_ring(traffic, ring, gradients, "reduction", network, kind)
-        if stage.sharded_state == "parameters":
-            gathered = 2 * elements * COMPUTE_BYTES[work.precision] * times
-            _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
+    for elements, rings in split_elements(stage, total, sum(stage.sharded_whole)):
+        for ring in rings:
+            gradients = elements * GRADIENT_BYTES[work.precision] * passes * times
+            _add_ring(traffic, ring, gradients, "reduction", network, kind)
+            if stage.sharded_state == "parameters":
+                gathered = 2 * elements * COMPUTE_BYTES[work.precision] * times
+                _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 
 
 def _add_ring(

@@ -96,7 +96,7 @@ def test_layouts_take_the_keys_and_aliases_of_fix() -> None:
         ("tp=x", ["not a valid value for 'shards'", "where: --why-not", "'tp=x'"]),
         ("tp=2 tp=4", ["fixed twice", "where: --why-not"]),
         ("tp=2 shards=4", ["different values", "where: --why-not"]),
-        ("ep=2", ["not implemented", "where: --why-not", "ep=1"]),
+        ("vp=2", ["not implemented", "where: --why-not", "vp=1"]),
         ("mbs=3", ["only with the number of replicas", "try: add dp=4, or use microbatches=8 in place of mbs=3"]),
     ],
 )

@@ -10,6 +10,7 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.plan_kinds import KINDS, kind_name, parallel_axes
 
 TENSOR: dict[str, Any] = {"shards": (1, 1), "sharding": "megatron-sp"}
+EXPERT: dict[str, Any] = {"shards": (1, 1), "sharding": "expert"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("one device", {}),
     ("context", {"context": 2}),
@@ -22,6 +23,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sharded data parallel", {"replicas": (1,) * 4, "sharded_state": "parameters", "state_group": 4}),
     ("tensor", TENSOR),
     ("tensor + data", {**TENSOR, "replicas": (1, 1), "sharded_state": "optimizer"}),
+    ("expert", EXPERT),
+    ("expert + data", {**EXPERT, "replicas": (1, 1), "sharded_state": "optimizer"}),
+    ("expert + pipeline or context", {**EXPERT, "stages": 2}),
+    ("expert + pipeline or context", {**EXPERT, "context": 2}),
     ("pipeline", {"stages": 2}),
     ("one device", {"stages": 2, "placement": (0, 0)}),
     ("pipeline + data", {"stages": 2, "replicas": (2, 1)}),
@@ -46,4 +51,5 @@ def test_every_kind_has_a_case_and_a_name_of_its_own() -> None:
 
 def test_axes_are_those_with_several_parts() -> None:
     assert parallel_axes(ParallelConfig(**TENSOR, stages=2, replicas=(1, 1))) == ("data", "tensor", "pipeline")
+    assert parallel_axes(ParallelConfig(**EXPERT, context=2, replicas=(1, 1))) == ("data", "expert", "context")
     assert parallel_axes(ParallelConfig()) == ()

@@ -36,6 +36,7 @@ CONFIGS["few heads"] = CONFIGS["tied"] | {"num_key_value_heads": 2}
 CONFIGS |= {"wide": CONFIGS["tied"] | {"vocab_size": 8192}, "wide untied": LLAMA | {"vocab_size": 8192}}
 CONFIGS["long"] = LLAMA | {"vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 V = (0, 1, 2, 2, 1, 0)
+EXPERTS = {"shards": (1, 1), "sharding": "expert"}
 GROUPS = {"replicas": (1, 1), "context": 2, "state_group": 2}
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -46,6 +47,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts, weight gradients put off": ("experts", 1, {"stages": 4, "schedule": "zb-h1"}),
     "experts run again": ("experts", 2, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
     "narrow experts": ("narrow experts", 1, {"stages": 4, "schedule": "1f1b"}),
+    "experts divided with rows": ("experts", 0, EXPERTS),
+    "experts divided with rows, 2 stages": ("experts", 2, EXPERTS | {"stages": 2, "schedule": "1f1b"}),
+    "bfloat16, experts divided with rows": ("experts", 1, EXPERTS | {"stages": 2, "schedule": "zb-h1"}),
+    "narrow experts divided with rows": ("narrow experts", 1, EXPERTS | {"stages": 2, "schedule": "1f1b"}),
+    "split state, experts divided with rows": ("experts", 1, EXPERTS | {"sharded_state": "optimizer"}),
+    "split state, experts divided with rows, replicas": (
+        "experts",
+        3,
+        EXPERTS | {"replicas": (1, 1), "microbatches": 2, "sharded_state": "optimizer", "recompute": ("full",)},
+    ),
+    "experts divided with tokens": ("experts", 0, {"shards": (1, 1), "sharding": "megatron-sp", "stages": 2}),
     "shards": ("tied", 0, {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
     "few activations, split state": (
         "wide",
@@ -87,6 +99,8 @@ LAYERS_IN_GROUPS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "split gradients": ("few heads", 0, GROUPS | {"sharded_state": "gradients"}),
     "split gradients, 2 stages": ("gpt2", 5, GROUPS | {"stages": 2, "sharded_state": "gradients"}),
     "split parameters": ("wide untied", 2, GROUPS | {"sharded_state": "parameters"}),
+    "split gradients, experts divided": ("experts", 1, EXPERTS | {"sharded_state": "gradients"}),
+    "split parameters, experts divided": ("narrow experts", 0, EXPERTS | {"sharded_state": "parameters"}),
     "bfloat16, split parameters": ("gpt2", 3, GROUPS | {"sharded_state": "parameters"}),
 }
 
@@ -117,7 +131,9 @@ def compare_peaks(case: str, name: str, rank: int, decisions: dict[str, Any]) ->
     precision: Precision = "bfloat16" if "bfloat16" in case else "float32"
     sequence = {"wide": 16, "wide untied": 16, "long": 1024}.get(name, 128)
     job = Job(batch=4 if name == "long" else 8, sequence=sequence, precision=precision, seed=5)
-    plan = build_plan(model(name), local_cluster(8), job, ParallelConfig(microbatches=4, **decisions), name=name)
+    plan = build_plan(
+        model(name), local_cluster(8), job, ParallelConfig(**({"microbatches": 4} | decisions)), name=name
+    )
     simulated = simulate_plan(plan, model(name), local_cluster(8)).peaks_bytes[
         device_lane(plan, plan.used_devices[rank])
     ]

@@ -33,14 +33,14 @@ def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHold
     """Return the holding of every device kind in the stage's mesh, by name."""
     names = [axis.name for axis in stage.group.axes]
     shares, total = stage.group.find_axis("replica").shares, sum(stage.data_shares)
-    part = 1.0 / stage.state_group if stage.state_group else 0.0
+    part, whole_part = 1.0 / stage.state_group if stage.state_group else 0.0, stage.whole_part
     even = stage.group.find_axis("shard").is_even
     holdings: dict[str, StageHolding] = {}
     places = itertools.product(*(range(axis.size) for axis in stage.group.axes))
     for device, coordinates in zip(stage.group.devices, places, strict=True):
         replica = coordinates[names.index("replica")] if "replica" in names else 0
         position = () if even else (coordinates[names.index("shard")],)
-        share = part or shares[replica] / total if stage.shards_state else 1.0
+        share = (part or shares[replica] / total) * whole_part if stage.shards_state else 1.0
         known = holdings.get(network.kinds[device].name, StageHolding(0, (), 0.0))
         positions = known.positions if {*position} <= {*known.positions} else (*known.positions, *position)
         holdings[network.kinds[device].name] = StageHolding(

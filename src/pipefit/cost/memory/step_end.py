@@ -26,18 +26,22 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     width = GRADIENT_BYTES[work.precision]
     copy_bytes = []
     for index, stage in enumerate(work.stages):
-        copies = gloo and stage.shards_state and len(stage.data_shares) > 1 and stage.turns == 1
+        members = len(stage.data_shares) * stage.row_parts
+        copies = gloo and stage.shards_state and members > 1 and stage.turns == 1
         tied_groups = [tied for tied in work.tied if index in tied.stages and stage.group.find_axis("shard").size == 1]
         shared = sum(
             tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1
         )
-        copy_bytes.append(float((stage.reduced_elements - shared) * width) if copies else 0.0)
+        scattered = stage.reduced_elements if len(stage.data_shares) > 1 else stage.whole_elements
+        copy_bytes.append(float((scattered - shared) * width) if copies else 0.0)
     return tuple(copy_bytes)
 
 
 def stage_state_share(stage: StageWork) -> float:
     """Return the largest part of the optimizer state on one device."""
-    return state_share(stage.sharded_state, stage.state_shares).part
+    if not stage.shards_state:
+        return 1.0
+    return state_share(stage.sharded_state, stage.state_shares).part * stage.whole_part
 
 
 def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from pipefit.cost.comm.collectives import pass_levels, runs_backwards
 from pipefit.cost.comm.network import Network, Port
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.edges import edge_times
-from pipefit.cost.pipeline.rings import context_rings, copy_rings, replica_rings, shard_rings, state_rings
+from pipefit.cost.pipeline.rings import context_rings, copy_rings, shard_rings, split_elements
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
 from pipefit.cost.pipeline.table import collective_shares, stage_cost_key, stage_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
@@ -255,16 +255,21 @@ def _reduction_flows(
 
     The sum of the pieces over groups that shard the state is a part of the reduction.
     """
-    all_rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
-    if not all_rings:
+    if len(stage.data_shares) * stage.row_parts == 1:
         return {}
     width = GRADIENT_BYTES[work.precision]
-    sums = float(stage.reduced_elements) * width
-    jobs: list[tuple[str, str, Sequence[Sequence[int]], int, float]] = [("REDUCE", "all_reduce", all_rings, 2, sums)]
+    operation, passes = ("reduce_scatter", 1) if stage.shards_state else ("all_reduce", 2)
+    jobs: list[tuple[str, str, Sequence[Sequence[int]], int, float]] = [
+        ("REDUCE", operation, rings, passes, float(elements) * width)
+        for elements, rings in split_elements(stage, stage.reduced_elements, stage.whole_elements)
+        if len(rings[0]) > 1
+    ]
     if stage.shards_state:
-        rings = [ring for ring in state_rings(stage) if len(ring) > 1]
-        gathered = float(stage.gathered_elements) * COMPUTE_BYTES[work.precision]
-        jobs = [("REDUCE", "reduce_scatter", rings, 1, sums), ("GATHER", "all_gather", rings, 1, gathered)]
+        jobs += [
+            ("GATHER", "all_gather", rings, 1, float(elements) * COMPUTE_BYTES[work.precision])
+            for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_whole)
+            if len(rings[0]) > 1
+        ]
     if copies := copy_rings(stage):
         jobs.insert(1, ("REDUCE", "all_reduce", copies, 2, stage.copied_elements * width))
     once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}

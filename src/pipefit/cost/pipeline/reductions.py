@@ -12,7 +12,7 @@ from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_sca
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.step_end import stage_state_share
 from pipefit.cost.pipeline.overlap import Piece, hidden_s
-from pipefit.cost.pipeline.rings import copy_rings, replica_rings, shard_rings, state_rings
+from pipefit.cost.pipeline.rings import copy_rings, shard_rings, split_elements
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
 
@@ -21,21 +21,20 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to sum the stage's gradients.
 
     They are summed over the replicas and the parts of their sequences, and over the shard axis for parameters
-    replicated there. Stages that take turns are summed together (`cost/pipeline/turns.py`). Groups that shard the state
-    sum their pieces with the other groups at last (`copies_s`).
+    replicated there: at once if it divides rows, else beforehand. Stages that take turns are summed together
+    (`cost/pipeline/turns.py`). Groups that shard the state sum their pieces with the other groups at last (`copies_s`).
     """
     if stage.turns > 1:
         return 0.0
     width = GRADIENT_BYTES[work.precision]
     total = 0.0
-    if stage.group.find_axis("shard").size > 1:
+    if stage.group.find_axis("shard").size > 1 and not stage.splits_rows:
         part = stage_state_share(stage) if stage.has_sharded_layers else 1.0
         total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * part * width)
-    if len(stage.data_shares) > 1 and (stage.reduced_elements or not stage.has_sharded_layers):
-        collective, rings = (
-            (reduce_scatter_s, state_rings(stage)) if stage.shards_state else (all_reduce_s, replica_rings(stage))
-        )
-        total += collective(network, rings, stage.reduced_elements * width)
+    collective = reduce_scatter_s if stage.shards_state else all_reduce_s
+    for elements, rings in split_elements(stage, stage.reduced_elements, stage.whole_elements):
+        if len(rings[0]) > 1 and (elements or not stage.has_sharded_layers):
+            total += collective(network, rings, elements * width)
     return total + copies_s(stage, work, network)
 
 
@@ -51,10 +50,14 @@ def copies_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to all-gather the updated parameters under ZeRO-1 and 2."""
-    none_left = stage.has_sharded_layers and not stage.gathered_elements
-    if not stage.shards_state or none_left or len(stage.data_shares) == 1:
+    if not stage.shards_state or (stage.has_sharded_layers and not stage.gathered_elements):
         return 0.0
-    return all_gather_s(network, state_rings(stage), stage.gathered_elements * COMPUTE_BYTES[work.precision])
+    width = COMPUTE_BYTES[work.precision]
+    return sum(
+        all_gather_s(network, rings, elements * width)
+        for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_whole)
+        if len(rings[0]) > 1
+    )
 
 
 def hidden_reduction_s(

@@ -25,6 +25,19 @@ def state_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     return divide_rings(replica_rings(stage), stage.state_group)
 
 
+def split_elements(stage: StageWork, elements: int, whole: int) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
+    """Yield (elements, devices that sum or gather them together) of a device's elements, of which `whole` are
+    replicated over the shard axis.
+
+    The rings of the sharded state sum them. If the shard axis divides rows, all devices of the stage sum the replicated
+    elements.
+    """
+    if stage.splits_rows:
+        yield whole, axis_rings(stage.group, "replica", "context", "shard")
+        elements -= whole
+    yield elements, state_rings(stage)
+
+
 def copy_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """Return the devices that hold copies of the same piece of sharded state; () if there is one of each piece."""
     if not stage.state_group:

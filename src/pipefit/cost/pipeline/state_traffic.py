@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCost
-from pipefit.cost.pipeline.rings import state_rings
+from pipefit.cost.pipeline.rings import split_elements
 from pipefit.cost.pipeline.stage_cost import StageCost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import StageWork
@@ -54,20 +54,22 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
     if not stage.has_sharded_layers:
         return None
     elements = [max(counts) for counts in stage.sharded_elements]
-    rings, gathers = state_rings(stage), stage.sharded_state == "parameters"
+    counts = list(zip(elements, stage.sharded_whole or (0,) * len(elements), strict=True))
+    gathers = stage.sharded_state == "parameters"
     widths = COMPUTE_BYTES[precision], GRADIENT_BYTES[precision]
+    parts = {count: [(size, rings) for size, rings in split_elements(stage, *count) if size] for count in set(counts)}
     seconds = {
         count: (
-            all_gather_s(network, rings, count * widths[0]) if gathers and count else 0.0,
-            reduce_scatter_s(network, rings, count * widths[1]) if count else 0.0,
+            sum(all_gather_s(network, rings, size * widths[0]) for size, rings in sizes if gathers),
+            sum(reduce_scatter_s(network, rings, size * widths[1]) for size, rings in sizes),
         )
-        for count in set(elements)
+        for count, sizes in parts.items()
     }
     pair = largest_pair(elements)
     piece = max(elements) / stage.state_group if stage.state_group else 0.0
     return StateTraffic(
-        gather_s=tuple(seconds[count][0] for count in elements),
-        reduce_s=tuple(seconds[count][1] for count in elements),
+        gather_s=tuple(seconds[count][0] for count in counts),
+        reduce_s=tuple(seconds[count][1] for count in counts),
         parameter_bytes=float(pair * widths[0]) if gathers else 0.0,
         gradient_bytes=float((pair + piece) * widths[1]),
         overlap=min(network.kinds[device].overlap for device in stage.group.devices),

@@ -219,7 +219,7 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
         devices_key = (kinds, network.representative_rings(rings))
     sharded: tuple[object, ...] = ()
     if stage.has_sharded_layers:
-        sharded = (stage.sharded_state, stage.sharded_elements, group, stage.state_group)
+        sharded = (stage.sharded_state, stage.sharded_elements, stage.sharded_whole, group, stage.state_group)
     more = stage.symbols, stage.packed, stage.frozen, sharded
     return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
 

@@ -10,7 +10,8 @@ pairs.
 
 The forward saves x; the probabilities (B*T*E) and, if normalized, the selected ones (N) and their sums (B*T), all in
 float32 or wider; three index vectors (N int64: selected experts, order by expert, token of each pair); and per pair its
-weight, the gathered x (D), the gate-and-up output (2F), h (F), the output (D) and the weighted output (D).
+weight, the gathered x (D), the gate-and-up output (2F), h (F), the output (D) and the weighted output (D). `moe_shard`
+also saves the outputs as they are sent back (D), and the order of the received pairs by expert.
 
 A deferred weight gradient (W) holds per pair: gathered x (D), the gradient of gate-and-up (2F), h (F), the gradient of
 the output (D). Per token it holds x (D) and the gradient of the router's logits (E).
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.kind import Flops, InternalCollectives, OperatorCall, OperatorKind, same_shape
@@ -53,6 +55,12 @@ def _own_bytes(call: OperatorCall) -> int:
     return statistics * call.wide_bytes + 3 * pairs * 8 + pairs * (1 + 3 * features + 3 * inner) * call.compute_bytes
 
 
+def _exchanged_bytes(call: OperatorCall) -> int:
+    """Return the bytes that `moe_shard` saves beside its inputs (see above)."""
+    _, features, _, _, pairs = _expert_sizes(call)
+    return _own_bytes(call) + pairs * (8 + features * call.compute_bytes)
+
+
 def _pending_bytes(call: OperatorCall) -> int:
     tokens, features, experts, inner, pairs = _expert_sizes(call)
     return (tokens * experts + pairs * (2 * features + 3 * inner)) * call.compute_bytes
@@ -64,19 +72,19 @@ def _forward_extra(call: OperatorCall) -> int:
     return tokens * features * call.compute_bytes
 
 
-def _backward_extra(call: OperatorCall) -> int:
+def _backward_peak(call: OperatorCall, freed: int = 2) -> int:
     """The larger of two peaks before x has its gradient. First: the gradient of the output before and after its weight
-    (2 D per pair). Second: the recomputed gate and its gradients (5 F), after output and weighted output (2 D) are
-    freed."""
+    (2 D per pair). Second: the recomputed gate and its gradients (5 F), after output and weighted output (2 D, or
+    `freed`) are freed."""
     tokens, features, _, inner, pairs = _expert_sizes(call)
-    return (pairs * max(2 * features, 5 * inner - 2 * features) - tokens * features) * call.compute_bytes
+    return (pairs * max(2 * features, 5 * inner - freed * features) - tokens * features) * call.compute_bytes
 
 
-def _deferred_extra(call: OperatorCall) -> int:
+def _deferred_peak(call: OperatorCall, freed: int = 2) -> int:
     """At the second peak a deferred weight gradient holds the output's gradient and h."""
     _, features, _, inner, pairs = _expert_sizes(call)
-    gate = max(2 * features, 6 * inner - features) - max(2 * features, 5 * inner - 2 * features)
-    return pairs * gate * call.compute_bytes
+    late = max(2 * features, 6 * inner - (freed - 1) * features)
+    return pairs * (late - max(2 * features, 5 * inner - freed * features)) * call.compute_bytes
 
 
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
@@ -107,8 +115,8 @@ _MOE = OperatorKind(
     pending_values=(0,),
     pending_bytes=_pending_bytes,
     forward_extra=_forward_extra,
-    backward_extra=_backward_extra,
-    deferred_extra=_deferred_extra,
+    backward_extra=_backward_peak,
+    deferred_extra=_deferred_peak,
     boundary=True,
     heavy=True,
     mixes_features=True,
@@ -121,6 +129,9 @@ OPERATORS = (
         kind="moe_shard",
         summary="The same of this device's tokens and this device's experts: tokens are sent to their experts.",
         gathers={},
+        own_bytes=_exchanged_bytes,
+        backward_extra=partial(_backward_peak, freed=3),
+        deferred_extra=partial(_deferred_peak, freed=3),
         talks=_inner_collectives,
     ),
 )

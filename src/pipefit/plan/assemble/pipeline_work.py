@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
@@ -34,9 +35,9 @@ from pipefit.plan.assemble.shard_programs import (
     count_parameters,
     kept_state_bytes,
     layer_shares,
-    sharded_elements,
     sharding_key,
 )
+from pipefit.plan.request.expert_parts import EXPERT
 from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, Plan, SampleSpace, Stage
 from pipefit.schedule.actions import RoundRobin
 
@@ -107,7 +108,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 recompute=stage.recompute,
                 parameters=count_parameters(named.values(), len(shares), parts.job),
                 sharded_state=parts.sharded_state[index],
-                sharded_elements=_sharded_elements(parts.sharded_state[index], stage, shares, programs),
+                **_sharded_elements(parts.sharded_state[index], stage, shares, programs),
                 shares=layer_shares(layer_programs, shares),
                 symbols=(
                     *packed_symbols(
@@ -119,6 +120,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
                 turns=stage.turns,
                 state_group=stage.state_group,
+                splits_rows=stage.sharding == EXPERT,
             )
         )
         for name, count in named.items():
@@ -135,13 +137,12 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
 
 def _sharded_elements(
     state: ShardedState, stage: Stage, shares: tuple[int, ...], programs: ProgramCache
-) -> tuple[tuple[int, ...], ...]:
-    """Return `StageWork.sharded_elements`."""
+) -> Mapping[str, Any]:
+    """Return `sharded_elements` and `sharded_whole` of `StageWork`."""
     if not shards_gradients(state):
-        return ()
+        return {}
     layers = programs.module_layers(stage.module, stage.layers)
-    named = [programs.named_parameters((layer,), sharding_key(stage), shares) for layer in layers]
-    return sharded_elements(named, programs.layer_uses(stage.module), len(shares))
+    return programs.sharded_counts(stage.module, layers, sharding_key(stage), shares)
 
 
 def _tied_work(

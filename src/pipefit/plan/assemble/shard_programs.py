@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from pipefit.codec import content_digest
 from pipefit.cost.static_memory import shared_state_bytes
@@ -16,6 +17,7 @@ from pipefit.layout import TensorForm, split_by_shares
 from pipefit.model.graph import Graph, Layer, Model, ModelModule
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.optimizers import find_optimizer
+from pipefit.plan.request.expert_parts import EXPERT
 from pipefit.plan.types import Job, Stage
 from pipefit.shard.program import ShardedGraph
 
@@ -99,6 +101,8 @@ class ProgramCache:
                 self._programs[key] = _searched_program(
                     graph, shares, self._recipe_for(layer, sharding.partition("/")[2])
                 )
+            elif sharding == EXPERT:
+                self._programs[key] = _expert_program(graph, shares)
             else:
                 self._programs[key] = _megatron_program(
                     graph, shares, sharding == "megatron-sp", layer.graph in self.vocabulary_graphs(shares)
@@ -171,6 +175,19 @@ class ProgramCache:
                 name for layer in self.modules[module].layers for name in layer.parameters.values()
             )
         return self._uses[module]
+
+    def sharded_counts(
+        self, module: str, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]
+    ) -> Mapping[str, Any]:
+        """Return `sharded_elements` and `sharded_whole` of `StageWork` for layers of a module whose replicas shard
+        gradients."""
+        named = [self.named_parameters((layer,), sharding, shares) for layer in layers]
+        uses, count = self.layer_uses(module), len(shares)
+        replicated = [{name: stored for name, stored in layer.items() if stored.whole} for layer in named]
+        return {
+            "sharded_elements": sharded_elements(named, uses, count),
+            "sharded_whole": tuple(max(counts) for counts in sharded_elements(replicated, uses, count)),
+        }
 
     def parameter_counts(
         self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...], job: Job | None = None
@@ -252,6 +269,12 @@ def _megatron_program(
     from pipefit.shard.megatron import shard_program
 
     return _to_layer_program(shard_program(graph, shares, sequence_parallel, split_vocabulary))
+
+
+def _expert_program(graph: Graph, shares: tuple[int, ...]) -> LayerProgram:
+    from pipefit.shard.experts import expert_program
+
+    return _to_layer_program(expert_program(graph, shares))
 
 
 def _searched_program(graph: Graph, shares: tuple[int, ...], recipe: str) -> LayerProgram:

@@ -13,6 +13,7 @@ from pipefit.model.graph import ModelModule
 from pipefit.optimizers.sharded_state import ShardedState, parameter_state, state_form
 from pipefit.plan.assemble.shard_programs import ProgramCache, program_hash, sharding_key, whole_shape
 from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.expert_parts import EXPERT
 from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, ParameterPlan, Stage
 
 
@@ -133,7 +134,7 @@ def make_parameters(
     it.
 
     From ZeRO-1 on, the optimizer state of a device's parameters is sharded flat over the replicas and the parts of
-    their sequences.
+    their sequences, and over a shard axis that divides rows if the parameter is replicated there.
     """
     outer = groups[stages[0].group]
     uses: dict[str, list[int]] = {}
@@ -156,6 +157,13 @@ def make_parameters(
                 if index not in uses.setdefault(name, []):
                     uses[name].append(index)
     states = {count: (state_form(parameter_state(sharded_state, count)),) * 2 for count in layer_uses.values()}
+    splits_rows = stages[0].sharding == EXPERT
+
+    def shard_state(name: str) -> str:
+        """Return the form of the optimizer state along the shard axis."""
+        stored = facts[name][2]
+        return states[layer_uses[name]][0] if splits_rows and stored == "I" else stored
+
     return tuple(
         ParameterPlan(
             name=name,
@@ -163,7 +171,7 @@ def make_parameters(
             trainable=facts[name][1],
             uses=tuple(uses[name]),
             stored=(*outer_forms(outer, "I", "I"), facts[name][2]),
-            state=(*outer_forms(outer, *states[layer_uses[name]]), facts[name][2]),
+            state=(*outer_forms(outer, *states[layer_uses[name]]), shard_state(name)),
             owner=uses[name][0],
         )
         for name in uses

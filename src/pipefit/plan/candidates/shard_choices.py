@@ -17,6 +17,7 @@ from pipefit.plan.assemble.shard_recipes import RecipeRequest, recipe_chains, se
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import Sharding
+from pipefit.plan.request.expert_parts import EXPERT, smallest_expert_count
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job
@@ -49,6 +50,11 @@ class ShardChoice:
         """(key of the layer programs in `ProgramCache`, shares)."""
         return "/".join((self.sharding, *self.recipes)), self.shares
 
+    @property
+    def row_parts(self) -> int:
+        """Number of devices of the shard axis that divide the rows of a replica."""
+        return len(self.shares) if self.sharding == EXPERT else 1
+
     def fix_in(self, constraints: Constraints) -> Constraints:
         """Return the constraints with this choice fixed."""
         return replace(constraints, shards=self.shares, sharding=self.sharding)
@@ -67,6 +73,8 @@ def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None
         for choice in _choices_of_size(job, constraints, size, cutter):
             if _has_programs(job, constraints, choice, cutter):
                 yield choice
+    if cutter is not None and constraints.sharding in (None, EXPERT):
+        yield from (ShardChoice((1,) * size, EXPERT) for size in expert_sizes(constraints, cutter))
 
 
 def _fixed_choices(
@@ -84,7 +92,8 @@ def _choices_of_size(job: Job, constraints: Constraints, size: int, cutter: Laye
     """Yield the programs over `size` devices of a host that the constraints leave open."""
     shares = (1,) * size
     if constraints.sharding is not None:
-        yield ShardChoice(shares, constraints.sharding)
+        if constraints.sharding != EXPERT:
+            yield ShardChoice(shares, constraints.sharding)
         return
     styles = FIXED_PROGRAMS if cutter.network.devices <= ALL_STYLES_DEVICES else FIXED_PROGRAMS[:1]
     yield from (ShardChoice(shares, style) for style in styles)
@@ -101,6 +110,17 @@ def shard_sizes(constraints: Constraints, cutter: LayerCutter | None) -> list[in
         return []
     common = gcd(*(host.devices for host in cutter.network.cluster.hosts))
     return [size for size in range(2, common + 1) if cutter.fleet.fills_hosts(size)]
+
+
+def expert_sizes(constraints: Constraints, cutter: LayerCutter) -> list[int]:
+    """Return the sizes of expert parallelism that a search tries: divisors of the number of experts that divide the
+    devices of every host, or are whole hosts. None on unlike devices."""
+    searched = constraints.mapping in (None, "search", "hostname") and not constraints.state_group
+    experts = smallest_expert_count(cutter.programs.model) if searched and not cutter.fleet.is_mixed else 0
+    common = gcd(*(host.devices for host in cutter.network.cluster.hosts))
+    limit = min(constraints.devices or cutter.network.devices, cutter.network.devices)
+    sizes = [size for size in range(2, min(experts, limit) + 1) if experts % size == 0]
+    return [size for size in sizes if (common % size == 0 or size % common == 0) and limit % size == 0]
 
 
 def recipe_sets(job: Job, constraints: Constraints, cutter: LayerCutter, size: int) -> dict[str, list[int]]:

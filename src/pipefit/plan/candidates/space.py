@@ -32,6 +32,7 @@ from pipefit.plan.devices.fleet import Runs
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.context_parts import check_context
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
+from pipefit.plan.request.expert_parts import EXPERT, check_expert_rows, divides_rows
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.slicing.cuts import check_number
@@ -95,12 +96,13 @@ def iter_base_grids(
             if grid.lanes not in known:
                 known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, constraints)
             for (placement, _), names in known[grid.lanes].items():
-                panel = _build_grid(grid, placement, names, choice, constraints, cutter)
+                panel = _build_grid(job, grid, placement, names, choice, constraints, cutter)
                 if panel is not None:
                     yield panel
 
 
 def _build_grid(
+    job: Job,
     grid: DeviceGrid,
     placement: tuple[int, ...],
     names: Sequence[str],
@@ -114,10 +116,10 @@ def _build_grid(
     recompute_choices = [choice for choice in recompute_choices if len(choice) in (1, len(placement))]
     any_count = constraints.schedule is not None and constraints.microbatches is not None
     least = tuple(0 if any_count else FAMILIES[n].least_units(grid.lanes) for n in names)
-    counts = grid.counts
+    counts = tuple(count for count in grid.counts if divides_rows(job.batch, *count, choice.row_parts))
     if not recompute_choices or not counts:
         return None
-    counts, states, state_group = _state_choices(counts, constraints, cutter)
+    counts, states, state_group = _state_choices(counts, choice, constraints, cutter)
     if not counts or not states:
         return None
     return CandidateGrid(
@@ -142,17 +144,19 @@ def _build_grid(
 
 
 def _state_choices(
-    counts: tuple[Count, ...], constraints: Constraints, cutter: LayerCutter | None
+    counts: tuple[Count, ...], choice: ShardChoice, constraints: Constraints, cutter: LayerCutter | None
 ) -> tuple[tuple[Count, ...], tuple[ShardedState, ...], int]:
     """Return the counts whose replicas can shard state in groups of the constrained size, the states to try, and the
     size; 0 for one group of all. Without a fixed number of replicas there are several groups."""
     members, size = len(counts[0][1]) * constraints.context_size, constraints.state_group or 0
     states = state_choices(
-        constraints.sharded_state, members, searched_states(cutter is not None and cutter.fleet.is_mixed)
+        constraints.sharded_state,
+        members * choice.row_parts,
+        searched_states(cutter is not None and cutter.fleet.is_mixed),
     )
     if not size:
         return counts, states, 0
-    if members % size or (members == size and constraints.replicas is None):
+    if members % size or (members == size and constraints.replicas is None) or choice.row_parts > 1:
         return (), (), size
     even = tuple(count for count in counts if len({*count[1]}) == 1)
     return even, tuple(state for state in states if state != "none"), size if size < members else 0
@@ -421,8 +425,11 @@ def _check_space_groups(devices: int, constraints: Constraints) -> None:
 
 
 def _check_space_slices(job: Job, constraints: Constraints) -> None:
-    """Raise PlanError if the sequence cannot be cut into the constrained slices, or over the constrained shards."""
+    """Raise PlanError if rows or sequences cannot be cut over the constrained shards or into the constrained slices."""
     shards = constraints.shards or (1,)
+    if constraints.sharding == EXPERT:
+        replicas = constraints.replicas or (1,)
+        check_expert_rows(job, constraints.microbatches or 1, replicas, shards, "--fix shards")
     slices_wanted = constraints.slices or 1
     lengths = slices_wanted if isinstance(slices_wanted, tuple) else ()
     slice_count = slices_wanted if isinstance(slices_wanted, int) else len(lengths)

@@ -123,7 +123,7 @@ class TrafficBounds:
                 self.cutter.probe_stage(self.job, group, (1,) * len(decisions.replicas), "none", *program),
                 sharded_state=decisions.sharded_state,
                 state_group=decisions.state_group,
-                sharded_elements=self.cutter.layer_elements(*program),
+                **self.cutter.sharded_counts(*program),
             )
             self._known[key] = state_traffic(probe, self.job.precision, network)
         return self._known[key]

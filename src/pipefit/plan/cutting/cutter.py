@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, 
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
-from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares, sharded_elements
+from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.cutting.layer_cut import (
     LayerCut,
@@ -39,6 +39,7 @@ from pipefit.plan.cutting.rows import (
 from pipefit.plan.devices.device_kinds import DeviceKinds
 from pipefit.plan.devices.fleet import DeviceFleet, Pair
 from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.expert_parts import EXPERT
 from pipefit.plan.types import Job
 
 ShardProgram = tuple[str, tuple[int, ...]]
@@ -67,6 +68,7 @@ class LayerCutter:
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
         self._sharded: dict[object, Array] = {}
+        self._whole: dict[object, tuple[Array, Array]] = {}
         self._shared_state: dict[object, Array] = {}
         self._cuts: dict[object, LayerCut | None] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
@@ -272,6 +274,7 @@ class LayerCutter:
             recompute=recompute,
             parameters=self.programs.parameter_counts(layers, sharding, shards),
             sharded_state="none",
+            splits_rows=sharding == EXPERT,
         )
 
     def _make_row(self, probe: StageWork, job: Job) -> LayerRow:
@@ -325,8 +328,19 @@ class LayerCutter:
         if shards_gradients(share.state):
             away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
             held = held - self._sharded_counts(sharding, shards) * away
+        if sharding == EXPERT and share.state != "none":
+            held = held - self._spread_bytes(job, share, sharding, shards)[:, None]
         fullest: Array = held.max(axis=1)
         return fullest + self._shared_state_bytes(job, sharding, shards)
+
+    def _spread_bytes(self, job: Job, share: StateShare, sharding: str, shards: tuple[int, ...]) -> Array:
+        """Return the bytes of each layer's state that a shard axis which divides rows takes off a device."""
+        replicated, sharded = self._whole_counts(sharding, shards)
+        per_element = state_bytes(find_optimizer(job.optimizer), job.precision)
+        more = GRADIENT_BYTES[job.precision] * shards_gradients(share.state)
+        more += COMPUTE_BYTES[job.precision] * (share.state == "parameters")
+        spread: Array = (replicated * per_element + sharded * more) * share.part * (1 - 1 / len(shards))
+        return spread
 
     def _complete_layer_bytes(self, job: Job, state: ShardedState, sharding: str, shards: tuple[int, ...]) -> float:
         """Return the bytes of the two neighbouring layers that an action of ZeRO-2 or 3 holds complete, at most."""
@@ -341,11 +355,29 @@ class LayerCutter:
             self._sharded[sharding, shards] = np.array(self.layer_elements(sharding, shards), dtype=float)
         return self._sharded[sharding, shards]
 
+    def _whole_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
+        """Return [layer] of trained elements that are replicated over the shard axis: all, and the ones of parameters
+        without another layer. A shared parameter counts at its first layer."""
+        if (sharding, shards) not in self._whole:
+            counts, seen = [], set[str]()
+            for layer in self.programs.modules[self.module].layers:
+                named = self.programs.named_parameters((layer,), sharding, shards)
+                stored = [p for name, p in named.items() if p.trainable and p.whole and name not in seen]
+                counts.append(sum(max(p.elements) for p in stored))
+                seen |= named.keys()
+            sharded = self.sharded_counts(sharding, shards)["sharded_whole"]
+            self._whole[sharding, shards] = np.array(counts, dtype=float), np.array(sharded, dtype=float)
+        return self._whole[sharding, shards]
+
+    def sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> Mapping[str, Any]:
+        """Return the elements of all layers whose gradients replicas can shard, as fields of `StageWork`."""
+        layers = self.programs.modules[self.module].layers
+        return self.programs.sharded_counts(self.module, layers, sharding, shards)
+
     def layer_elements(self, sharding: str, shards: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return [layer][shard position]: trained elements that only this layer uses."""
-        layers = self.programs.modules[self.module].layers
-        named = [self.programs.named_parameters((layer,), sharding, shards) for layer in layers]
-        return sharded_elements(named, self.programs.layer_uses(self.module), len(shards))
+        elements: tuple[tuple[int, ...], ...] = self.sharded_counts(sharding, shards)["sharded_elements"]
+        return elements
 
     def _shared_state_bytes(self, job: Job, sharding: str, shards: tuple[int, ...]) -> Array:
         """Return the bytes of optimizer state of each layer that every device keeps. A shared parameter counts at its

@@ -30,6 +30,7 @@ from pipefit.plan.cutting.refine import refine_cuts
 from pipefit.plan.evaluate.search_progress import SearchTracker
 from pipefit.plan.request.context_parts import CONTEXT, check_context_model
 from pipefit.plan.request.decisions import ParallelConfig, check_config
+from pipefit.plan.request.expert_parts import check_experts
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable
 from pipefit.plan.types import InputHashes, Job, ModelSource, ParameterPlan, Plan, SampleSpace
@@ -83,7 +84,7 @@ class PlannerContext:
         cut = self.layer_cutter.cut_layers(job, decisions)
         cuts = decisions.cuts or (cut or self.layer_cutter.leanest_cut(job, decisions)).cuts
         stages, groups = make_stages(module, decisions, cuts, self.programs), make_groups(decisions)
-        sharded_state = effective_state(decisions.sharded_state, len(decisions.data_shares))
+        sharded_state = effective_state(decisions.sharded_state, decisions.state_devices)
         return PlanSkeleton(
             job=job,
             groups=groups,
@@ -214,6 +215,8 @@ def build_plan(
     check_config(decisions, job, len(context.only_module.layers), device_count(cluster))
     check_length(context.only_module, model, job.sequence, "job.sequence")
     check_row_independence(model)
+    if decisions.splits_rows:
+        check_experts(model, decisions.shards, "sharding")
     context.split_sequences(decisions.context)
     if decisions.sharding == "searched" and not decisions.recipes:
         context.search_recipes(job, request_from_config(decisions, job.batch))

@@ -31,7 +31,7 @@ class PlanSimplicity(NamedTuple):
     uneven: bool
     "Replicas or shards have unequal shares, or lanes differ in their groups or programs."
     axes: int
-    "Number of axes with more than one part: data, context, tensor, pipeline."
+    "Number of axes with more than one part: data, expert, context, tensor, pipeline."
     memory_percent: int
     "Whole per cent of the memory used on the fullest device. Smaller differences do not count."
 

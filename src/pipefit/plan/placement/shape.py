@@ -163,6 +163,7 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
         row_of=row_of,
         exact=rings_in_hosts
         and context == 1
+        and not any(stage.splits_rows for stage in work.stages)
         and len(kinds) == 1
         and not network.over_gloo
         and not _by_group(terms, replicas, network),
@@ -231,7 +232,9 @@ def _collect_terms(
     for index, stage in enumerate(work.stages):
         if stage.group.find_axis("replica").size == 1:
             continue
-        size = float(max(stage.parameters.trainable) * GRADIENT_BYTES[work.precision])
+        apart = max(stage.parameters.whole) if stage.splits_rows else 0  # summed over all devices of the stage
+        moved = max(stage.parameters.trainable) - apart
+        size = float(moved * GRADIENT_BYTES[work.precision])
         more_s = 0.0
         if stage.group.find_axis("shard").size > 1:
             whole_bytes = max(stage.parameters.whole) * GRADIENT_BYTES[work.precision]
@@ -241,7 +244,7 @@ def _collect_terms(
         operation = "reduce_scatter" if stage.shards_state else "all_reduce"
         terms.append(CollectiveTerm(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
         if stage.shards_state:
-            gathered = float(max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
+            gathered = float(moved * COMPUTE_BYTES[work.precision])
             terms.append(CollectiveTerm(stage.lane, index, "all_gather", gathered, 0.0, 0.0, ()))
     return sorted(terms, key=lambda term: term.lane)
 

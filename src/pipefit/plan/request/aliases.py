@@ -1,4 +1,4 @@
-"""The field's names for the keys of `--fix`: `dp`, `tp`, `pp`, `cp`, `zero`, `fsdp`, `hsdp`, `sp`, `mbs`.
+"""The field's names for the keys of `--fix`: `dp`, `tp`, `pp`, `cp`, `ep`, `zero`, `fsdp`, `hsdp`, `sp`, `mbs`.
 
 An alias stands for one or two fields of `Constraints`. It is translated before anything is planned, so a plan and its
 messages hold the keys of `--fix` only.
@@ -6,11 +6,13 @@ messages hold the keys of `--fix` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from pipefit.errors import PlanError
 from pipefit.optimizers.sharded_state import STATES
+from pipefit.plan.request.expert_parts import EXPERT
 
 SWITCHES: Mapping[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -56,6 +58,12 @@ def _translate_hsdp(value: str) -> Fixes:
     return (("state_group", value), ("sharded_state", "parameters"))
 
 
+def _translate_expert(value: str) -> Fixes:
+    if int(value) < 1:
+        raise ValueError(value)
+    return (("shards", value), ("sharding", EXPERT)) if int(value) > 1 else ()
+
+
 def _translate_sequence_parallel(value: str) -> Fixes:
     return (("sharding", "megatron-sp" if SWITCHES[value.lower()] else "megatron"),)
 
@@ -65,6 +73,7 @@ ALIASES: Mapping[str, KeyAlias] = {
     "tp": KeyAlias("shards: tensor parallelism, a count or shares", _same_value("shards")),
     "pp": KeyAlias("stages: pipeline parallelism, a count", _same_value("stages")),
     "cp": KeyAlias("context: context parallelism, a count", _same_value("context")),
+    "ep": KeyAlias("shards, with sharding=expert: expert parallelism within dp, a count", _translate_expert),
     "zero": KeyAlias("sharded_state: 0 none, 1 optimizer, 2 gradients, 3 parameters", _translate_zero),
     "zero1": KeyAlias("sharded_state: true is optimizer, false is none", _translate_zero1),
     "fsdp": KeyAlias("sharded_state=parameters: true, or a count of replicas from 2 on", _translate_fsdp),
@@ -78,14 +87,13 @@ ROWS = "mbs"
 
 ROWS_HELP = "rows of a microbatch on a replica, with dp: a count such that mbs x dp divides the batch"
 
-UNAVAILABLE: Mapping[str, str] = {
-    "ep": "Expert parallelism (experts of one layer on different devices)",
-    "vp": "A count of virtual stages",
-}
+DATA_ALIASES = ("dp", "fsdp")
+"""Aliases whose count of replicas includes the devices of expert parallelism."""
+
+UNAVAILABLE: Mapping[str, str] = {"vp": "A count of virtual stages"}
 """Axes of other systems that plans do not have, by alias; 1 is accepted."""
 
 INSTEAD: Mapping[str, str] = {
-    "ep": "use tp=2, which splits every expert",
     "vp": "use schedule=interleaved-1f1b with stages of all lanes together: stages=8 is two on each of four lanes",
 }
 
@@ -121,6 +129,84 @@ def translate_key(key: str, value: str, typed: str) -> Fixes:
         raise PlanError(
             f"This is not a valid value for {key!r}.", where="--fix", seen=repr(typed), allowed=ALIASES[key].help
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class TypedFix:
+    """One `--fix KEY=VALUE` as the user typed it, apart from the module in front of the key."""
+
+    key: str
+    value: str
+    text: str
+
+
+def translate_fixes(fixes: Sequence[TypedFix], batch: int | None) -> Iterator[tuple[str, FixedText]]:
+    """Yield the keys of `--fix` that the fixes of one module stand for. Raises PlanError as `translate_key` and
+    `join_expert_axis` do."""
+    fixed: dict[str, FixedText] = {}
+    for fix in sorted(join_expert_axis(fixes), key=lambda fix: fix.key == ROWS):  # rows need the replicas
+        key, value = fix.key, fix.value
+        if key == ROWS:
+            key, value = "microbatches", microbatches_of_rows(value, fix.text, _row_devices(fixed), batch)
+        for known, known_value in translate_key(key, value, fix.text):
+            entry = FixedText(known_value, fix.text)
+            fixed.setdefault(known, entry)
+            yield known, entry
+
+
+def _row_devices(fixed: Mapping[str, FixedText]) -> int | None:
+    """Return the number of devices that divide the rows of a microbatch; None if the texts do not fix it."""
+    counts = {key: _share_count(fixed[key].value) for key in ("replicas", "shards") if key in fixed}
+    splits_rows = "sharding" in fixed and fixed["sharding"].value == EXPERT
+    if "replicas" not in counts or (splits_rows and "shards" not in counts):
+        return None
+    return counts["replicas"] * (counts["shards"] if splits_rows else 1)
+
+
+def _share_count(text: str) -> int:
+    """Return the number of shares in `4` or `2:1:1`; 1 for a text that is neither."""
+    return int(text) if text.isdecimal() else text.count(":") + 1
+
+
+def join_expert_axis(fixes: Sequence[TypedFix]) -> list[TypedFix]:
+    """Return the fixes with `ep` applied to `dp`, `fsdp` and `tp`, as Megatron counts them.
+
+    Expert parallelism lies within data parallelism, so `dp=16 ep=8` is two replicas of eight devices. `tp=8 ep=8` is
+    tensor parallelism that also divides the experts (`sharding=megatron-sp`). Raises PlanError for other values of `tp`
+    beside `ep`, and if `ep` does not divide `dp`.
+    """
+    typed = {fix.key: fix for fix in fixes}
+    expert, tensor = typed.get("ep"), typed.get("tp")
+    if expert is None or not expert.value.isdecimal() or int(expert.value) < 2:
+        return [*fixes]
+    count = int(expert.value)
+    left = [fix for fix in fixes if fix != tensor]
+    if tensor is not None and tensor.value == expert.value:
+        return [replace(fix, key="sharding", value="megatron-sp") if fix == expert else fix for fix in fixes]
+    if tensor is not None and tensor.value != "1":
+        raise PlanError(
+            "Expert parallelism goes with tensor parallelism only over the same devices.",
+            where="--fix",
+            seen=f"{tensor.text} and {expert.text}",
+            allowed=f"tp=1, or tp={count}: each of these devices then holds a part of every layer and of the experts",
+            next_step=f"leave out {tensor.text}",
+        )
+    return list(chain.from_iterable(_divide_replicas(fix, count) for fix in left))
+
+
+def _divide_replicas(fix: TypedFix, count: int) -> list[TypedFix]:
+    """Return a count of `dp` or `fsdp` as the number of replicas of `count` devices each; other fixes as they are."""
+    if fix.key not in DATA_ALIASES or not fix.value.isdecimal():
+        return [fix]
+    if int(fix.value) % count:
+        raise PlanError(
+            "Expert parallelism divides the devices of data parallelism.",
+            where="--fix",
+            seen=f"{fix.text} and ep={count}",
+            allowed=f"{fix.key}={max(1, int(fix.value) // count) * count}, or another multiple of {count}",
+        )
+    replicas = replace(fix, key="dp", value=str(int(fix.value) // count))
+    return [replicas] if fix.key == "dp" else [replicas, replace(fix, value="true")]
 
 
 def check_same_value(key: str, before: FixedText, after: FixedText) -> None:

@@ -17,11 +17,12 @@ from pipefit.plan.request.aliases import (
     ROWS_HELP,
     UNAVAILABLE,
     FixedText,
+    TypedFix,
     check_same_value,
-    microbatches_of_rows,
-    translate_key,
+    translate_fixes,
 )
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
+from pipefit.plan.request.expert_parts import check_expert_state
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.types import Divide, Recompute
@@ -118,7 +119,8 @@ KEYS: Mapping[str, ConstraintKey] = {
     "shards": ConstraintKey("a count, or shares such as 2:1", _parse_shares),
     "context": ConstraintKey("a count: devices that hold parts of each sequence", _parse_count),
     "sharding": ConstraintKey(
-        "none, megatron, megatron-sp or searched", _choice_parser("none", "megatron", "megatron-sp", "searched")
+        "none, megatron, megatron-sp, expert or searched",
+        _choice_parser("none", "megatron", "megatron-sp", "expert", "searched"),
     ),
     "microbatches": ConstraintKey("a count that divides the batch", _parse_count),
     "schedule": ConstraintKey(_family_names, _parse_family),
@@ -297,14 +299,10 @@ def parse_constraints(texts: Iterable[str], batch: int | None = None) -> Constra
             before = typed[names.index(name)][2]
             raise PlanError("The same key is fixed twice.", where="--fix", seen=f"{before!r} and {text!r}")
     fixed: dict[str, FixedText] = {}
-    for name, value, text in sorted(typed, key=lambda fix: fix[0].rpartition(".")[2] == ROWS):  # rows need the replicas
-        module, dot, key = name.rpartition(".")
-        if key == ROWS:
-            value = microbatches_of_rows(value, text, _replicas_in(fixed, module + dot), batch)
-            key = "microbatches"
-        for known, known_value in translate_key(key, value, text):
-            entry = FixedText(known_value, text)
-            check_same_value(known, fixed.setdefault(module + dot + known, entry), entry)
+    for prefix in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        fixes = [TypedFix(name.rpartition(".")[2], *rest) for name, *rest in typed if name.rpartition(".")[0] == prefix]
+        for key, entry in translate_fixes(fixes, batch):
+            check_same_value(key, fixed.setdefault(f"{prefix}.{key}" if prefix else key, entry), entry)
     constraints = _group_by_module({name: _parse_value(name, entry) for name, entry in fixed.items()})
     check_agreement(constraints)
     return constraints
@@ -327,12 +325,6 @@ def _split_fix(text: str) -> tuple[str, str, str]:
             next_step=suggest_name(key, (*KEYS, *ALIASES, ROWS)),
         )
     return name, value.strip(), text.strip()
-
-
-def _replicas_in(fixed: Mapping[str, FixedText], prefix: str) -> int | None:
-    """Return the number of replicas that the texts fix; None if they do not."""
-    entry = fixed.get(f"{prefix}replicas")
-    return None if entry is None else len(_parse_value("replicas", entry))
 
 
 def _parse_value(name: str, entry: FixedText) -> Any:
@@ -392,7 +384,7 @@ def check_agreement(constraints: Constraints) -> None:
             "More than one shard needs a sharding, and a sharding more than one shard.",
             where="--fix shards, sharding",
             seen=f"shards={len(shards)}, sharding={sharding}",
-            allowed="shards=2 with sharding=megatron, megatron-sp or searched",
+            allowed="shards=2 with sharding=megatron, megatron-sp, expert or searched",
         )
     check_state_group(
         constraints.state_group or 0,
@@ -401,6 +393,7 @@ def check_agreement(constraints: Constraints) -> None:
         constraints.context_size,
         "--fix state_group",
     )
+    check_expert_state(sharding, constraints.state_group or 0, "--fix sharding, state_group")
     if sharding not in (None, "none") and shards is None:
         raise PlanError(
             "A sharding needs the number of shards.",

@@ -13,12 +13,13 @@ from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
 from pipefit.plan.request.context_parts import check_context, check_device_order
+from pipefit.plan.request.expert_parts import EXPERT, check_expert_rows, check_expert_state
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY
 
-Sharding = Literal["none", "megatron", "megatron-sp", "searched"]
+Sharding = Literal["none", "megatron", "megatron-sp", "expert", "searched"]
 Inner = Literal["replica", "stage"]
 
 
@@ -89,6 +90,16 @@ class ParallelConfig:
     def data_shares(self) -> tuple[int, ...]:
         """Shares of the devices that sum gradients together: the replicas, and the parts of their sequences."""
         return tuple(share for share in self.replicas for _ in range(self.context))
+
+    @property
+    def splits_rows(self) -> bool:
+        """True if the shard axis divides the rows of a replica (expert parallelism)."""
+        return self.sharding == EXPERT
+
+    @property
+    def state_devices(self) -> int:
+        """Number of devices of a lane that shard the state of some parameters together, at most."""
+        return len(self.data_shares) * (len(self.shards) if self.splits_rows else 1)
 
     @property
     def hybrid_group(self) -> int:
@@ -186,6 +197,7 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
     _check_positive("context", decisions.context)
     check_sharded_state(decisions.sharded_state, "sharded_state")
     check_state_group(decisions.state_group, decisions.sharded_state, decisions.replicas, decisions.context)
+    check_expert_state(decisions.sharding, decisions.hybrid_group, "sharding and state_group")
     if count > layers:
         raise PlanError("There are more stages than layers.", where="stages", seen=count, allowed=f"1 to {layers}")
     if decisions.cuts and list(decisions.cuts) != sorted({*decisions.cuts} & {*range(1, layers)}):
@@ -213,7 +225,7 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
             "More than one shard needs a sharding, and a sharding more than one shard.",
             where="sharding",
             seen=f"shards {decisions.shards}, sharding {decisions.sharding}",
-            allowed="shards=2 with sharding=megatron, megatron-sp or searched",
+            allowed="shards=2 with sharding=megatron, megatron-sp, expert or searched",
         )
     _check_devices(decisions, devices)
     _check_job(decisions, job)
@@ -290,6 +302,8 @@ def _check_job(decisions: ParallelConfig, job: Job) -> None:
             seen=f"{rows} rows over shares {':'.join(map(str, decisions.replicas))}",
             next_step="use fewer microbatches, or more even shares",
         )
+    if decisions.splits_rows:
+        check_expert_rows(job, decisions.microbatches, decisions.replicas, decisions.shards, "shards")
     check_context(decisions.context, job, decisions.sharding, len(decisions.slices), "context")
     for shares in {decisions.shards, *decisions.lane_shards}:
         slices = decisions.slices if decisions.context == 1 else ()

@@ -22,12 +22,13 @@ class PlanKind:
 
 
 def parallel_axes(decisions: ParallelConfig) -> tuple[str, ...]:
-    """Return the axes with more than one part: data, context, tensor and pipeline."""
+    """Return the axes with more than one part: data, expert, context, tensor and pipeline."""
     shards = max(len(decisions.shards_of(lane)) for lane in range(decisions.lane_count))
     sizes = {
         "data": len(decisions.replicas),
+        "expert": shards if decisions.splits_rows else 1,
         "context": decisions.context,
-        "tensor": shards,
+        "tensor": 1 if decisions.splits_rows else shards,
         "pipeline": decisions.lane_count,
     }
     return tuple(name for name, size in sizes.items() if size > 1)
@@ -48,6 +49,9 @@ KINDS: tuple[PlanKind, ...] = (
     PlanKind("token slices", lambda decisions: bool(decisions.slices)),
     PlanKind("fitted order", lambda decisions: decisions.schedule == FIT),
     PlanKind("searched shard programs", lambda decisions: decisions.sharding == "searched"),
+    PlanKind("expert", _uses_axes("expert")),
+    PlanKind("expert + data", _uses_axes("data", "expert")),
+    PlanKind("expert + pipeline or context", lambda decisions: decisions.splits_rows),
     PlanKind("context", _uses_axes("context")),
     PlanKind("context + data", _uses_axes("data", "context")),
     PlanKind("context + tensor or pipeline", lambda decisions: decisions.context > 1),

@@ -2,8 +2,8 @@
 
 `pipefit verify` runs one rank of a plan in it. All code above PyTorch's process groups is that of a real run. Received
 data are filled with numbers of a plausible size, so that nothing overflows and data-dependent branches (the routing of
-experts) see plausible values. If a real backend allocates memory for a collective, so does this one;
-`tests/run/verify/test_alone.py` measures gloo's allocations.
+experts) see plausible values. The ranks exchange equal numbers of tokens. If a real backend allocates memory for a
+collective, so does this one; `tests/run/verify/test_alone.py` measures gloo's allocations.
 
 The idea is that of PyTorch's own `fake_pg`, which leaves receive buffers and gathered parts uninitialised.
 """
@@ -45,6 +45,8 @@ class AloneGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._place, self._size = rank, size
+        self._expected: dict[int, list[Tensor]] = {}
+        "Peer -> tensors of counts that it owes."
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def getBackendName(self) -> str:
@@ -59,14 +61,36 @@ class AloneGroup(dist.ProcessGroup):
         return self.pg_name
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
-        """Return finished work: the message counts as sent."""
+        """Return finished work: the message counts as sent. The peer owes the same sum of counts."""
+        for tensor in tensors:
+            if not tensor.is_floating_point() and self._expected.get(peer):
+                _spread_sum(self._expected[peer].pop(0), tensor)
         return _finished_work(tensors)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
-        """Fill the tensors with numbers of a plausible size."""
+        """Fill the tensors with numbers of a plausible size, and counts when the same peer is sent its own."""
         for tensor in tensors:
             self._fill_received(tensor)
+            if not tensor.is_floating_point():
+                self._expected.setdefault(peer, []).append(tensor)
         return _finished_work(tensors)
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], options: Any = None
+    ) -> Any:
+        """Exchange as `recv` and `send` do with every peer."""
+        places, pieces = (
+            tensor.split(sizes or tensor.shape[0] // self._size)
+            for tensor, sizes in ((received, received_sizes), (sent, sent_sizes))
+        )
+        for peer, (came, went) in enumerate(zip(places, pieces, strict=True)):
+            if peer == self._place:
+                came.copy_(went)
+                continue
+            self._fill_received(came)
+            if not came.is_floating_point():
+                _spread_sum(came, went)
+        return _finished_work([received])
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
         """Leave the tensors unchanged: the other ranks add nothing."""
@@ -90,6 +114,7 @@ class AloneGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # its name before torch 2.13
     _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def barrier(self, options: Any = None) -> Any:
         """Return at once."""
@@ -103,6 +128,15 @@ class AloneGroup(dist.ProcessGroup):
             tensor.normal_(0.0, RECEIVED_STD, generator=generator)
         else:
             tensor.zero_()
+
+
+def _spread_sum(counts: Tensor, like: Tensor) -> None:
+    """Fill `counts` evenly with the sum of other counts."""
+    if counts.numel():
+        total, number = int(like.sum()), counts.numel()
+        counts.copy_(
+            torch.tensor([total // number + (index < total % number) for index in range(number)]).view_as(counts)
+        )
 
 
 class _FinishedWork:

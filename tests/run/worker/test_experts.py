@@ -1,0 +1,88 @@
+"""Expert parallelism: loss, every gradient and the updated parameters are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.run.worker.test_exact import check_clipping, check_one_step, check_some_steps
+from tests.support import worker_plans as plans
+
+from pipefit.plan.types import Plan
+
+pytestmark = pytest.mark.gloo
+
+
+def of(name: str = "mixtral", **decisions: Any) -> tuple[str, Callable[[], Plan]]:
+    fixed = {"microbatches": 2, "shards": (1, 1), "sharding": "expert"}
+    return name, lambda: plans.plan(name, **(fixed | decisions))
+
+
+def split(name: str = "mixtral", **decisions: Any) -> tuple[str, Callable[[], Plan]]:
+    """The weight gradients put off to W."""
+    _, make = of(name, **decisions)
+    return name, lambda: plans.zero_bubble_like(make())
+
+
+def v_placed() -> Plan:
+    decisions = {"stages": 4, "placement": (0, 1, 1, 0), "schedule": "gpipe"}
+    return plans.with_order(of(**decisions)[1](), "v", plans.V_LANES)
+
+
+TWO = {"replicas": (1, 1)}
+CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
+    "2 devices": of(),
+    "4 devices": of(shards=(1, 1, 1, 1)),
+    "2 devices x 2 replicas": of(**TWO),
+    "uneven replicas": of(replicas=(3, 1), microbatches=1),
+    "6 experts on 4 devices": of("qwen3-moe", shards=(1, 1, 1, 1)),
+    "1f1b": of(stages=2, microbatches=4),
+    "1f1b x replicas": of(stages=2, **TWO),
+    "gpipe, 3 stages": of(stages=3, microbatches=4, schedule="gpipe"),
+    "zb-v": of(stages=4, placement=(0, 1, 1, 0), microbatches=4, schedule="zb-v"),
+    "I and W apart": split(stages=2, microbatches=4),
+    "V placement": ("mixtral", v_placed),
+    "slices": of(stages=2, slices=(5, 4, 3)),
+    "parts of sequences": of(context=2),
+    "full recomputation": of(stages=2, recompute=("full",)),
+    "selective recomputation": of(recompute=("selective",)),
+    "zero-1": of(sharded_state="optimizer"),
+    "zero-1 x replicas": of(sharded_state="optimizer", **TWO),
+    "zero-1 x stages x parts of sequences": of(sharded_state="optimizer", stages=2, context=2),
+    "zero-2": of(sharded_state="gradients"),
+    "zero-2 x replicas": of(sharded_state="gradients", **TWO),
+    "zero-3": of(sharded_state="parameters"),
+    "zero-3 x stages": of(stages=2, sharded_state="parameters", **TWO),
+    "zero-3, I and W apart": split(stages=2, microbatches=4, sharded_state="parameters"),
+    "tied": of("qwen3-moe", **TWO),
+    "tied over 2 stages": of("qwen3-moe", stages=2, microbatches=4),
+    "tied over 2 stages, zero-1": of("qwen3-moe", stages=2, sharded_state="optimizer", **TWO),
+    "tied, zero-3": of("qwen3-moe", sharded_state="parameters", **TWO),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
+    name, make = CASES[case]
+    the_plan = make()
+    experts = [parameter for parameter in the_plan.parameters if parameter.stored[-1] == "G0"]
+    assert {parameter.name.rsplit(".", 1)[-1] for parameter in experts} and all(
+        parameter.shape[0] == (6 if name == "qwen3-moe" else 4) for parameter in experts
+    )
+    check_one_step(gloo_pool, the_plan, name)
+
+
+AFTER_STEPS = ["4 devices", "1f1b x replicas", "zero-1 x replicas", "zero-2 x replicas", "zero-3 x stages", "tied"]
+
+
+@pytest.mark.parametrize("case", AFTER_STEPS)
+def test_parameters_agree_after_some_steps(gloo_pool, case):
+    name, make = CASES[case]
+    check_some_steps(gloo_pool, make(), name)
+
+
+@pytest.mark.parametrize("case", ["uneven replicas", "zero-1 x replicas", "zero-3 x stages", "tied over 2 stages"])
+def test_clipping_takes_the_same_norm(gloo_pool, case):
+    name, make = CASES[case]
+    check_clipping(gloo_pool, make(), name)
