@@ -105,6 +105,17 @@ def test_a_device_stores_its_part_of_both_tables():
         assert sizes == [(words * width // devices,) * devices] * 2
 
 
+def test_a_device_stores_its_heads_of_a_fused_projection():
+    """GPT-2: queries, keys and values of its heads, with their biases; a quarter of every matrix but the positions."""
+    model = open_model("gpt2")
+    programs, width, devices = ProgramCache(model), 768, 4
+    named = programs.named_parameters((model.layers[1],), "megatron-sp", (1,) * devices)
+    fused = {name: part.elements for name, part in named.items() if ".c_attn." in name}
+    assert sorted(fused.values()) == [(3 * width // devices,) * devices, (3 * width * width // devices,) * devices]
+    matrices = [part for part in named.values() if len(part.shape) == 2]
+    assert all(part.elements[0] * devices == part.shape[0] * part.shape[1] for part in matrices)
+
+
 def test_a_computed_weight_is_no_table():
     """The head multiplies its weight by a number first: what reaches the linear layer is no parameter."""
     builder = GraphBuilder(HIDDEN)

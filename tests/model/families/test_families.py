@@ -40,6 +40,18 @@ def run_ours(layers: list[torch.nn.Module], tokens: torch.Tensor, labels: torch.
     return logits, x
 
 
+def as_ours(key: str, theirs: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """A tensor of transformers' as ours: Conv1D weights transposed, fused projections with their rows head by head."""
+    if key.startswith("transformer.h.") and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        theirs = theirs.t()
+    if ".c_attn." not in key:
+        return theirs
+    heads = config["n_head"]
+    size = len(theirs) // (3 * heads)
+    rows = [(part * heads + head) * size for head in range(heads) for part in range(3)]
+    return torch.cat([theirs[row : row + size] for row in rows])
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_every_gradient_agree_with_transformers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -67,8 +79,7 @@ def test_logits_and_every_gradient_agree_with_transformers(name: str, tmp_path: 
     for layer in layers:
         for local, parameter in layer.named_parameters():
             gradient, theirs_gradient = parameter.grad, their_gradients[layer.parameter_names[local]]
-            if layer.parameter_names[local].endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-                theirs_gradient = theirs_gradient.t()
+            theirs_gradient = as_ours(layer.parameter_names[local], theirs_gradient, VARIANTS[name])
             assert gradient.abs().max() > 0, local
             scale = theirs_gradient.abs().max().item()
             torch.testing.assert_close(gradient, theirs_gradient, rtol=1e-9, atol=1e-9 * max(scale, 1.0))
@@ -93,16 +104,11 @@ def test_transformers_reads_what_we_save(name: str, max_file_bytes: int, tmp_pat
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
     theirs_state = dict(theirs.named_parameters())
     for key, tensor in layer_tensors(layers).items():
-        other = theirs_state[key].detach()
-        assert torch.equal(tensor, other.t() if other.shape != tensor.shape or _conv1d(key) else other), key
+        assert torch.equal(tensor, as_ours(key, theirs_state[key].detach(), VARIANTS[name])), key
     again = build_layers(described.family, described.config, device="cpu", dtype=torch.float32)
     load_layers(again, tmp_path, described.family, described.config)
     for key, tensor in layer_tensors(again).items():
         assert torch.equal(tensor, layer_tensors(layers)[key]), key
-
-
-def _conv1d(key: str) -> bool:
-    return key.startswith("transformer.h.") and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "llama2"])
@@ -120,14 +126,14 @@ def test_any_box_of_a_parameter_can_be_read(name: str, tmp_path: Path) -> None:
 
 
 def test_files_of_the_bare_model_without_prefix_are_read(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     described = describe_config(VARIANTS["gpt2"], "gpt2", "gpt2")
     layers = build_layers(described.family, described.config, device="cpu")
     tensors = layer_tensors(layers)
-    plain = {
-        key.removeprefix("transformer."): (t.t() if _conv1d(key) else t).contiguous() for key, t in tensors.items()
-    }
+    save_weights(tmp_path, tensors, described.family, described.config)
+    stored = load_file(tmp_path / "model.safetensors")
+    plain = {key.removeprefix("transformer."): tensor for key, tensor in stored.items()}
     save_file(plain, tmp_path / "model.safetensors")
     with WeightFiles(tmp_path, described.family, described.config) as files:
         for key, tensor in tensors.items():

@@ -33,6 +33,9 @@ class WeightTensor:
     "The file holds (in, out) for a parameter (out, in)."
     shape: tuple[int, ...] = ()
     "Shape in the file if it differs from the parameter's: the same numbers in order."
+    heads: int = 0
+    """For a fused projection, the number of heads. The rows of the parameter are those of query, key and value of head
+    0, then of head 1, and so on; the file holds all queries, then all keys, then all values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Weights in Hugging Face's safetensors files: read by global name, entire or in part, and written back.
 
-A parameter may be stored as several tensors (one per expert) or transposed (GPT-2's Conv1D);
-`ModelConfig.stored_tensors` describes this. Nothing is unpickled. Torch is imported inside the functions.
+A parameter may be stored as several tensors (one per expert), transposed (GPT-2's Conv1D), or with its rows in another
+order (fused projections); `ModelConfig.stored_tensors` describes this. Nothing is unpickled. Torch is imported inside
+the functions.
 """
 
 from __future__ import annotations
@@ -112,11 +113,10 @@ class WeightFiles:
             )
         if not shape:
             return self._where[spelled].get_tensor(spelled)
-        if block.shape:
-            stored = self._where[spelled].get_tensor(spelled).reshape(tuple(shape))
-            return stored[tuple(slice(start, stop) for start, stop in box)]
+        if block.heads or block.shape:
+            return _reordered_tensor(block, self._where[spelled].get_tensor(spelled), shape)[_box_index(box)]
         ranges = list(reversed(box)) if block.transposed else list(box)
-        part = handle[tuple(slice(start, stop) for start, stop in ranges)]
+        part = handle[_box_index(ranges)]
         return part.t().contiguous() if block.transposed else part
 
     def __enter__(self) -> WeightFiles:
@@ -168,6 +168,7 @@ def save_weights(
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
         for block in typed.stored_tensors(name) if typed is not None else (WeightTensor(name),):
             piece = tensor.detach()[_as_index(block)] if block.index else tensor.detach()
+            piece = _order_rows(piece, (block.heads, 3)) if block.heads else piece
             piece = (piece.t() if block.transposed else piece).to("cpu", copy=True).contiguous()
             piece = piece.reshape(block.shape) if block.shape else piece
             if pending and _total_bytes(pending.values()) + _total_bytes([piece]) > max_file_bytes:
@@ -181,6 +182,22 @@ def save_weights(
         _replace_file(directory / "config.json", text)
         paths.append(directory / "config.json")
     return paths
+
+
+def _box_index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _reordered_tensor(block: WeightTensor, stored: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a stored tensor with the shape and the order of rows of the parameter."""
+    if block.heads:
+        return _order_rows(stored.t() if block.transposed else stored, (3, block.heads))
+    return stored.reshape(tuple(shape))
+
+
+def _order_rows(tensor: Tensor, groups: tuple[int, int]) -> Tensor:
+    """Return a tensor whose rows are groups of groups of rows, with the order of the two levels exchanged."""
+    return tensor.unflatten(0, (*groups, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _as_index(block: WeightTensor) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
 """GPT-2 (Radford et al., 2019) by configuration. Its files hold Conv1D weights as (in, out); pipefit's are (out,
-in)."""
+in). The projection of queries, keys and values is ordered by heads here, and can be split by them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class GPT2Config:
         }
 
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
-        return (WeightTensor(name, transposed=name.endswith(_CONV1D)),)
+        heads = self.n_head if ".c_attn." in name else 0
+        return (WeightTensor(name, transposed=name.endswith(_CONV1D), heads=heads),)
 
     def initial(self, name: str) -> InitialValue:
         if name.endswith(".bias"):

@@ -26,7 +26,7 @@ class GPT2Embed(nn.Module):
 
 
 class GPT2Attention(nn.Module):
-    """Multi-head causal attention with one projection for q, k and v."""
+    """Multi-head causal attention with one projection, whose rows are q, k and v of head 0, then of head 1, ..."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class GPT2Attention(nn.Module):
         self.heads = config.n_head
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        q_BTHK, k_BTHK, v_BTHK = (t.unflatten(-1, (self.heads, -1)) for t in self.c_attn(x_BTD).chunk(3, dim=-1))
+        q_BTHK, k_BTHK, v_BTHK = self.c_attn(x_BTD).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
         return self.resid_dropout(self.c_proj(self.attention(q_BTHK, k_BTHK, v_BTHK).flatten(-2)))
 
 
