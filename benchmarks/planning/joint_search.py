@@ -44,7 +44,7 @@ FIXES = {
     "stages": ("1", "2", "4", "8"),
     "context": ("1", "2", "4"),
     "shards": ("1", "2", "4", "8"),
-    "sharding": ("megatron", "megatron-sp", "searched"),
+    "sharding": ("megatron", "megatron-sp", "expert", "searched"),
     "microbatches": ("4", "8", "16", "32"),
     "schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half"),
     "recompute": ("none", "selective", "full"),

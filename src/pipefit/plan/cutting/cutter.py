@@ -16,7 +16,7 @@ from pipefit.cost.pipeline.state_traffic import largest_pair
 from pipefit.cost.pipeline.table import layer_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES, state_bytes
 from pipefit.cost.types import Array
-from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
+from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, Recompute, StageWork, StateShare, state_share
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
@@ -68,6 +68,7 @@ class LayerCutter:
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
         self._sharded: dict[object, Array] = {}
+        self._module_counts: dict[object, Any] = {}
         self._whole: dict[object, tuple[Array, Array]] = {}
         self._shared_state: dict[object, Array] = {}
         self._cuts: dict[object, LayerCut | None] = {}
@@ -272,7 +273,7 @@ class LayerCutter:
             rows=rows,
             slices=(job.sequence,),
             recompute=recompute,
-            parameters=self.programs.parameter_counts(layers, sharding, shards),
+            parameters=self._module_parameters(sharding, shards),
             sharded_state="none",
             splits_rows=sharding == EXPERT,
         )
@@ -371,8 +372,21 @@ class LayerCutter:
 
     def sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> Mapping[str, Any]:
         """Return the elements of all layers whose gradients replicas can shard, as fields of `StageWork`."""
-        layers = self.programs.modules[self.module].layers
-        return self.programs.sharded_counts(self.module, layers, sharding, shards)
+        key = ("sharded", sharding, shards)
+        if key not in self._module_counts:
+            layers = self.programs.modules[self.module].layers
+            self._module_counts[key] = self.programs.sharded_counts(self.module, layers, sharding, shards)
+        counts: Mapping[str, Any] = self._module_counts[key]
+        return counts
+
+    def _module_parameters(self, sharding: str, shards: tuple[int, ...]) -> ParameterCounts:
+        """Return the elements of all layers of the module."""
+        key = ("all", sharding, shards)
+        if key not in self._module_counts:
+            layers = self.programs.modules[self.module].layers
+            self._module_counts[key] = self.programs.parameter_counts(layers, sharding, shards)
+        parameters: ParameterCounts = self._module_counts[key]
+        return parameters
 
     def layer_elements(self, sharding: str, shards: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return [layer][shard position]: trained elements that only this layer uses."""
