@@ -379,20 +379,6 @@ def test_a_checkpoint_of_another_version(checkpoint: Path) -> None:
     assert "another format or version" in message and "pipefit-checkpoint 99" in message
 
 
-def test_an_earlier_checkpoint_is_read_unless_it_holds_fused_projections(checkpoint: Path) -> None:
-    forge(checkpoint, lambda data: data.update(version=1))
-    assert load_checkpoint(checkpoint, []) == {"plan": "p"}
-
-    def rename(data):  # type: ignore[no-untyped-def]
-        data["tensors"]["h.0.attn.c_attn.weight"] = data["tensors"].pop("layers.0.weight")
-
-    forge(checkpoint, rename)
-    message = refusal(checkpoint)
-    assert "fused projections of GPT-2 in an earlier order" in message and "--weights DIR" in message
-    forge(checkpoint, lambda data: data.update(version=2))
-    assert load_checkpoint(checkpoint, []) == {"plan": "p"}
-
-
 def forge(checkpoint: Path, change) -> None:  # type: ignore[no-untyped-def]
     """Rewrite the manifest with a right checksum, as somebody who means harm would."""
     from pipefit.run.checkpoint.manifest import _json_checksum

@@ -95,7 +95,9 @@ def _stage_parts(stage: StageWork, position: int, share: float, work: PipelineWo
     shared_bytes = stage.parameters.shared_state_bytes
     parts = dict(static_parts(*elements, share, work.precision, work.optimizer, shared_bytes))
     if stage.has_sharded_layers:
-        away = (1.0 - share) * sum(counts[min(position, len(counts) - 1)] for counts in stage.sharded_elements)
+        sharded = sum(counts[min(position, len(counts) - 1)] for counts in stage.sharded_elements)
+        replicated = sum(stage.sharded_whole) * (1.0 - 1.0 / stage.row_parts)
+        away = sharded - share / stage.whole_part * (sharded - replicated)
         parts["gradients"] -= away * GRADIENT_BYTES[work.precision]
         if stage.sharded_state == "parameters":
             parts["parameters"] -= away * COMPUTE_BYTES[work.precision]

@@ -73,7 +73,7 @@ def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None
         for choice in _choices_of_size(job, constraints, size, cutter):
             if _has_programs(job, constraints, choice, cutter):
                 yield choice
-    if cutter is not None and constraints.sharding in (None, EXPERT):
+    if cutter is not None and constraints.sharding is None:
         yield from (ShardChoice((1,) * size, EXPERT) for size in expert_sizes(constraints, cutter))
 
 
@@ -92,8 +92,7 @@ def _choices_of_size(job: Job, constraints: Constraints, size: int, cutter: Laye
     """Yield the programs over `size` devices of a host that the constraints leave open."""
     shares = (1,) * size
     if constraints.sharding is not None:
-        if constraints.sharding != EXPERT:
-            yield ShardChoice(shares, constraints.sharding)
+        yield ShardChoice(shares, constraints.sharding)
         return
     styles = FIXED_PROGRAMS if cutter.network.devices <= ALL_STYLES_DEVICES else FIXED_PROGRAMS[:1]
     yield from (ShardChoice(shares, style) for style in styles)

@@ -429,7 +429,7 @@ def _check_space_slices(job: Job, constraints: Constraints) -> None:
     shards = constraints.shards or (1,)
     if constraints.sharding == EXPERT:
         replicas = constraints.replicas or (1,)
-        check_expert_rows(job, constraints.microbatches or 1, replicas, shards, "--fix shards")
+        check_expert_rows(job, constraints.microbatches, replicas, shards, "--fix shards")
     slices_wanted = constraints.slices or 1
     lengths = slices_wanted if isinstance(slices_wanted, tuple) else ()
     slice_count = slices_wanted if isinstance(slices_wanted, int) else len(lengths)

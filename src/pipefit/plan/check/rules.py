@@ -21,6 +21,7 @@ from pipefit.plan.check.forms import edge_problems, parameter_problems
 from pipefit.plan.check.rows import placement_problems
 from pipefit.plan.check.turns import turn_problems
 from pipefit.plan.request.context_parts import context_problems, mesh_problems
+from pipefit.plan.request.expert_parts import expert_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, shard_problems, slice_problems
 from pipefit.plan.request.state_groups import state_group_problems
@@ -325,6 +326,7 @@ RULES: tuple[Rule, ...] = (
     placement_problems,
     turn_problems,
     state_group_problems,
+    expert_problems,
     shard_problems,
     _tied_state_problems,
     order_problems,

@@ -17,8 +17,8 @@ from pipefit.units import format_bytes, format_seconds
 MISFITS_SHOWN = 3
 
 SHOWN = (
-    "replicas", "stages", "context", "shards", "microbatches", "slices", "schedule", "recompute", "sharded_state",
-    "state_group",
+    "replicas", "stages", "context", "shards", "sharding", "microbatches", "slices", "schedule", "recompute",
+    "sharded_state", "state_group",
 )  # fmt: skip
 """Choices in which two rows of the table of alternatives differ."""
 

@@ -255,8 +255,9 @@ def _alternative_row(one: AlternativePlan, keys: Sequence[str]) -> tuple[str, ..
 
 
 def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the choices to show of these plans, which are of one model. Slices, parts of sequences (`context`) and
-    groups that shard state (`state_group`) are shown if any plan has some."""
+    """Return the choices to show of these plans, which are of one model. Programs (`sharding`) are shown if the plans
+    have several; slices, parts of sequences (`context`) and groups that shard state (`state_group`) if any plan has
+    some."""
     keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
     if names := module_names(decisions[0]):
         keys = (*names, "microbatches", "schedule")
@@ -266,6 +267,9 @@ def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
         keys = (*keys[:2], "context", *keys[2:])
     if any(choices.get("state_group") for choices in decisions):
         keys = (*keys, "state_group")
+    if len({choices.get("sharding", "none") for choices in decisions} - {"none"}) > 1 and "shards" in keys:
+        index = keys.index("shards") + 1
+        keys = (*keys[:index], "sharding", *keys[index:])
     return keys
 
 

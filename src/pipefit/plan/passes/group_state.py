@@ -22,6 +22,7 @@ from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.passes.search_space import list_base_grids
 from pipefit.plan.passes.split_sequences import fix_context
 from pipefit.plan.request.constraints import Constraints
+from pipefit.plan.request.expert_parts import EXPERT
 from pipefit.plan.types import Job
 
 
@@ -93,10 +94,10 @@ def _promising_grids(searcher: LayoutSearch, space: list[CandidateGrid]) -> list
 
 def _with_groups(panel: CandidateGrid, context: PlannerContext) -> Iterator[CandidateGrid]:
     """Yield the grid with groups of every size that divides the replicas on a host, for each rank order in which they
-    span several hosts."""
+    span several hosts. Expert parallelism shards state over all devices of a stage."""
     states = tuple(state for state in panel.sharded_state if state != "none")
     even = tuple(count for count in panel.counts if len({*count[1]}) == 1)
-    for inner in panel.inner if states and even else ():
+    for inner in panel.inner if states and even and panel.sharding != EXPERT else ():
         grid = replace(panel, inner=(inner,), counts=even, sharded_state=states)
         members = _members_in_host(grid, context)
         for size in range(2, members + 1):

@@ -147,7 +147,13 @@ def translate_fixes(fixes: Sequence[TypedFix], batch: int | None) -> Iterator[tu
     for fix in sorted(join_expert_axis(fixes), key=lambda fix: fix.key == ROWS):  # rows need the replicas
         key, value = fix.key, fix.value
         if key == ROWS:
-            key, value = "microbatches", microbatches_of_rows(value, fix.text, _row_devices(fixed), batch)
+            devices, expert = _row_devices(fixed), fixed.get("sharding")
+            example = (
+                f"dp={4 * _share_count(fixed['shards'].value)}"
+                if expert and expert.value == EXPERT and "shards" in fixed
+                else "dp=4"
+            )
+            key, value = "microbatches", microbatches_of_rows(value, fix.text, devices, batch, example)
         for known, known_value in translate_key(key, value, fix.text):
             entry = FixedText(known_value, fix.text)
             fixed.setdefault(known, entry)
@@ -196,8 +202,15 @@ def join_expert_axis(fixes: Sequence[TypedFix]) -> list[TypedFix]:
 
 def _divide_replicas(fix: TypedFix, count: int) -> list[TypedFix]:
     """Return a count of `dp` or `fsdp` as the number of replicas of `count` devices each; other fixes as they are."""
-    if fix.key not in DATA_ALIASES or not fix.value.isdecimal():
+    if fix.key not in DATA_ALIASES or fix.value.lower() in ("true", "yes"):
         return [fix]
+    if not fix.value.isdecimal():
+        raise PlanError(
+            "Beside expert parallelism the devices of data parallelism are a count.",
+            where="--fix",
+            seen=f"{fix.text} and ep={count}",
+            allowed=f"{fix.key}={2 * count}; or shares of the groups of {count} devices, as in replicas=2:1",
+        )
     if int(fix.value) % count:
         raise PlanError(
             "Expert parallelism divides the devices of data parallelism.",
@@ -222,7 +235,7 @@ def check_same_value(key: str, before: FixedText, after: FixedText) -> None:
         )
 
 
-def microbatches_of_rows(value: str, typed: str, replicas: int | None, batch: int | None) -> str:
+def microbatches_of_rows(value: str, typed: str, replicas: int | None, batch: int | None, example: str = "dp=4") -> str:
     """Return the number of microbatches of this many rows on each of the replicas, as text.
 
     Raises PlanError if the replicas are not fixed, or if the batch does not divide into such microbatches.
@@ -234,7 +247,7 @@ def microbatches_of_rows(value: str, typed: str, replicas: int | None, batch: in
             "Rows of a microbatch on a replica say how many microbatches there are only with the number of replicas.",
             where="--fix",
             seen=repr(typed),
-            next_step=f"add --fix dp=4, or use --fix microbatches=8 in place of {typed}",
+            next_step=f"add --fix {example}, or use --fix microbatches=8 in place of {typed}",
         )
     rows = int(value) * replicas
     if batch % rows:

@@ -386,6 +386,7 @@ def check_agreement(constraints: Constraints) -> None:
             seen=f"shards={len(shards)}, sharding={sharding}",
             allowed="shards=2 with sharding=megatron, megatron-sp, expert or searched",
         )
+    check_expert_state(sharding, constraints.state_group or 0, "--fix sharding, state_group")
     check_state_group(
         constraints.state_group or 0,
         constraints.sharded_state,
@@ -393,7 +394,6 @@ def check_agreement(constraints: Constraints) -> None:
         constraints.context_size,
         "--fix state_group",
     )
-    check_expert_state(sharding, constraints.state_group or 0, "--fix sharding, state_group")
     if sharding not in (None, "none") and shards is None:
         raise PlanError(
             "A sharding needs the number of shards.",

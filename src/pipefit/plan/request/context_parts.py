@@ -53,7 +53,7 @@ def check_context(parts: int, job: Job, sharding: str, slices: int, where: str) 
             "Searched shard programs cannot run on sequences that are split over devices.",
             where=f"{where} and sharding",
             seen=f"{parts} parts, sharding searched",
-            allowed="none, megatron or megatron-sp",
+            allowed="none, megatron, megatron-sp or expert",
             next_step="add --fix sharding=megatron-sp",
         )
 

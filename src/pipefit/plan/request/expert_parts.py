@@ -6,14 +6,14 @@ needs rows and experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Final
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Model
-from pipefit.plan.types import Job
+from pipefit.plan.types import Job, Plan
 
 EXPERT: Final = "expert"
 """The sharding, and the name of the axis in alternatives."""
@@ -55,6 +55,20 @@ def check_experts(model: Model, shares: Sequence[int], where: str) -> None:
         )
 
 
+def expert_problems(plan: Plan) -> Iterator[PlanError]:
+    """Yield errors of the stages of a plan with expert parallelism."""
+    for index, stage in enumerate(plan.stages):
+        if stage.sharding != EXPERT:
+            continue
+        where, mesh = f"stages[{index}]", plan.stage_mesh(index)
+        replicas, shares = mesh.find_axis("replica").shares, mesh.find_axis("shard").shares
+        try:
+            check_expert_state(stage.sharding, stage.state_group, f"{where}.state_group")
+            check_expert_rows(plan.job, plan.order.microbatches, replicas, shares, f"{where}.group")
+        except PlanError as error:
+            yield error
+
+
 def check_expert_state(sharding: str | None, state_group: int, where: str) -> None:
     """Raise PlanError for groups that shard state (HSDP) beside expert parallelism."""
     if sharding == EXPERT and state_group:
@@ -67,8 +81,11 @@ def check_expert_state(sharding: str | None, state_group: int, where: str) -> No
         )
 
 
-def check_expert_rows(job: Job, microbatches: int, replicas: Sequence[int], shares: Sequence[int], where: str) -> None:
-    """Raise PlanError unless the devices of a replica have equal shares, and equally many rows of every microbatch."""
+def check_expert_rows(
+    job: Job, microbatches: int | None, replicas: Sequence[int], shares: Sequence[int], where: str
+) -> None:
+    """Raise PlanError unless the devices of a replica have equal shares, and equally many rows of every microbatch.
+    Without a number of microbatches some divisor of the batch must do."""
     if len({*shares}) > 1:
         raise PlanError(
             "Expert parallelism gives every device the same number of rows.",
@@ -77,8 +94,9 @@ def check_expert_rows(job: Job, microbatches: int, replicas: Sequence[int], shar
             allowed=f"equal shares: shards={len(shares)}",
             next_step=f"fix shards={len(shares)}, or sharding=searched for uneven shares",
         )
-    if not divides_rows(job.batch, microbatches, replicas, len(shares)):
-        rows = job.batch // microbatches
+    counts = [microbatches] if microbatches else [count for count in range(1, job.batch + 1) if job.batch % count == 0]
+    if not any(divides_rows(job.batch, count, replicas, len(shares)) for count in counts):
+        rows = job.batch // counts[0]
         least = len(shares) * sum(replicas) // gcd(*replicas)
         raise PlanError(
             "The rows of a microbatch do not divide among the devices of expert parallelism.",

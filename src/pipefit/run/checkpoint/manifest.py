@@ -20,12 +20,7 @@ from pipefit.errors import CheckpointError, FormatError
 
 MANIFEST = "checkpoint.json"
 FORMAT = "pipefit-checkpoint"
-VERSION = 2
-"""In version 1 the rows of GPT-2's fused projections are queries, keys and values behind one another; since version 2
-they follow the heads (`model/families/gpt2`). All other tensors are the same."""
-
-_REORDERED = ".c_attn."
-"""Part of the names of those projections."""
+VERSION = 1
 
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -108,20 +103,12 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise _damaged_error(path, f"{type(error).__name__}: {error}") from None
     if not good:
         raise _damaged_error(path, "its checksum does not agree with its content")
-    if data.get("format") != FORMAT or data.get("version") not in (1, VERSION):
+    if data.get("format") != FORMAT or data.get("version") != VERSION:
         raise CheckpointError(
             "The checkpoint is of another format or version.",
             where=str(path),
             seen=f"{data.get('format')} {data.get('version')}",
             allowed=f"{FORMAT} {VERSION}",
-        )
-    if data["version"] == 1 and any(_REORDERED in name for name in data.get("tensors", {})):
-        raise CheckpointError(
-            "The checkpoint holds the fused projections of GPT-2 in an earlier order.",
-            where=str(path),
-            seen=f"{FORMAT} 1, with tensors *{_REORDERED}*",
-            allowed=f"{FORMAT} {VERSION}",
-            next_step="start from exported weights (--weights DIR), or resume with the version that wrote it",
         )
     try:
         manifest = from_data(CheckpointManifest, data, str(path))
