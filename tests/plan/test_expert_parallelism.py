@@ -26,6 +26,7 @@ from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.candidates.slicings import slicer_of
 from pipefit.plan.check.rules import plan_problems
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.explain.text import choice_keys
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes.search_space import list_base_grids
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, parse_constraints
@@ -146,6 +147,14 @@ def test_uneven_replicas_take_microbatches_whose_rows_divide() -> None:
     cluster = parse_spec("5x2xH100:100Gbit/s")
     plan = make_plan(many_experts(), cluster, job, parse_constraints(["ep=2", "replicas=2:1", "pp=1"], 12))
     assert int(plan.decisions["microbatches"]) in (1, 2)
+
+
+def test_tables_name_the_program_if_plans_differ_in_it() -> None:
+    """Expert and tensor parallelism may have equal choices otherwise."""
+    expert, tensor, alone = ({"shards": "2", "sharding": name} for name in ("expert", "megatron-sp", "none"))
+    keys = choice_keys(expert, tensor, alone)
+    assert keys[keys.index("shards") + 1] == "sharding"
+    assert "sharding" not in choice_keys(expert, alone, expert)
 
 
 def test_a_plan_by_hand_is_checked() -> None:

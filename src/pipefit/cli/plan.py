@@ -44,7 +44,7 @@ class PlanOptions:
     tolerance: str | None = None
     "Take the simplest plan that is at most this much slower than the fastest, such as 0.01 or 1%; 0: the fastest."
     fix: tuple[str, ...] = ()
-    "Fix a choice, KEY=VALUE; repeatable. dp, tp, pp, cp, zero, fsdp, hsdp, sp, mbs work too. An unknown key lists all."
+    "Fix a choice, KEY=VALUE; repeatable: also dp, tp, pp, cp, ep, zero, fsdp, hsdp, sp, mbs. An unknown key lists all."
     memory: Path | None = None
     "A memory correction, as `pipefit verify --record` writes it."
     risk: float | None = None
