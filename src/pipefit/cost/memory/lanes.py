@@ -96,8 +96,10 @@ def _stage_parts(stage: StageWork, position: int, share: float, work: PipelineWo
     parts = dict(static_parts(*elements, share, work.precision, work.optimizer, shared_bytes))
     if stage.has_sharded_layers:
         sharded = sum(counts[min(position, len(counts) - 1)] for counts in stage.sharded_elements)
-        replicated = sum(stage.sharded_whole) * (1.0 - 1.0 / stage.row_parts)
-        away = sharded - share / stage.whole_part * (sharded - replicated)
+        away = (1.0 - share) * sharded
+        if stage.splits_rows:  # `share` is that of all parameters of the stage, of which some may not be sharded
+            replicated = sum(stage.sharded_whole) * (1.0 - 1.0 / stage.row_parts)
+            away = sharded - share / stage.whole_part * (sharded - replicated)
         parts["gradients"] -= away * GRADIENT_BYTES[work.precision]
         if stage.sharded_state == "parameters":
             parts["parameters"] -= away * COMPUTE_BYTES[work.precision]
