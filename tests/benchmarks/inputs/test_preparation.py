@@ -21,7 +21,7 @@ def test_waiting_is_less_elsewhere(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
     row = found["rows"][-1]
-    assert row["step_over_work"] > 1 and found["images"]["of_a_step"] == 8
+    assert row["step_over_work"] > 0.5 and found["images"]["of_a_step"] == 8
     assert row["elsewhere"]["median_ms"] < 0.25 * row["in_process"]["median_ms"]
 
 

@@ -55,7 +55,8 @@ def test_plans_recorded_by_earlier_versions_are_known_again() -> None:
     from benchmarks.memory.estimates import Case, plan_of
 
     result = json.loads((ROOT / "benchmarks" / "results" / "memory_estimates.json").read_text())
-    for run in (result["learned"][0], result["learned"][48]):  # the last ones predate the price of causal attention
+    # The last ones predate the price of causal attention, those of GPT-2 the order of its projections.
+    for run in (result["learned"][1], result["learned"][48]):
         assert run_configuration(plan_of(Case(**run["case"]))[0]) == run["plan"]
 
 

@@ -103,8 +103,10 @@ def test_unknown_degrees_stay_free() -> None:
 
 
 def test_missing_axes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="Expert parallelism"):
-        parse_constraints(constraint_texts(ROWS["nemo-mixtral-8x7b"]), 256)
+    with pytest.raises(PlanError, match="Expert parallelism goes with tensor parallelism"):
+        parse_constraints(constraint_texts(ROWS["nemo-mixtral-8x22b"]), 256)
+    constraints = parse_constraints(constraint_texts(ROWS["nemo-mixtral-8x7b"]), 256)
+    assert (constraints.sharding, constraints.shard_count, constraints.replica_count) == ("expert", 8, 2)
     with pytest.raises(ClusterError, match="B200"):
         cluster_of(ROWS["bridge-llama3-8b-b200"], PUBLISHED)
     with pytest.raises(ModelError, match="not known"):
@@ -115,7 +117,7 @@ def test_rows_lack_devices_models_and_expert_parallelism_alone(tmp_path: Path) -
     maker = PlanMaker(PUBLISHED, RunLimits(pinned_s=1, free_s=1, max_devices=1), tmp_path)
     lacking = {row.name: {*find_obstacles(row, maker)} for row in PUBLISHED.rows}
     assert set().union(*lacking.values()) == {"device", "model", "ep"}
-    assert lacking["bridge-deepseek-v3"] == {"model", "ep"} and lacking["bridge-qwen3-235b-gb300"] == {"device", "ep"}
+    assert lacking["bridge-deepseek-v3"] == {"model", "ep"} and lacking["bridge-qwen3-235b-gb300"] == {"device"}
     assert not lacking["sc21-1t"] and not lacking["titan-405b-cp8"]
     assert sum(not axes for axes in lacking.values()) >= 100
 
@@ -184,6 +186,6 @@ def test_quick_compares_small_rows(tmp_path: Path) -> None:
     assert str(ROOT) not in text and str(tmp_path) not in text
     result = json.loads(text)
     assert {"commit", "date", "machine", "packages", "command", "python"} <= set(result["provenance"])
-    assert result["verdicts"]["outcomes"] == {"planned": 2, "not expressible": 2}
-    assert result["verdicts"]["compared"] == 2 and set(result["verdicts"]["not expressible"]) == {"ep", "device"}
-    assert done.stdout.count("planned") == 3
+    assert result["verdicts"]["outcomes"] == {"planned": 3, "not expressible": 1}
+    assert result["verdicts"]["compared"] == 3 and set(result["verdicts"]["not expressible"]) == {"device"}
+    assert done.stdout.count("planned") == 4
