@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -112,6 +113,25 @@ V_LANES = [
     "1F0 2F0 1F1 2F1 2I0 1I0 2W0 2I1 1I1 1W0 2W1 1W1",
 ]
 """A V placement by hand: stages 0 and 3 on one lane, 1 and 2 on the other, weight gradients put off."""
+
+
+V_STAGES: dict[str, Any] = {"stages": 4, "placement": (0, 1, 1, 0), "schedule": "gpipe"}
+"""Decisions of a plan that V_LANES can order."""
+
+PlanCase = tuple[str, Callable[[], Plan]]
+"""A model of CONFIGS, and the function that makes a plan of it."""
+
+
+def v_ordered(case: PlanCase) -> PlanCase:
+    """The case, of the decisions V_STAGES, with the order V_LANES."""
+    name, make = case
+    return name, lambda: with_order(make(), "v", V_LANES)
+
+
+def weights_late(case: PlanCase) -> PlanCase:
+    """The case with its weight gradients put off to W."""
+    name, make = case
+    return name, lambda: zero_bubble_like(make())
 
 
 def with_groups(base: Plan, grids: list[tuple[tuple[int, ...], tuple[int, ...]]], sharded: Plan | None = None) -> Plan:

@@ -54,7 +54,7 @@ from pipefit.plan.passes.place_devices import place_candidates
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
 from pipefit.plan.passes.split_sequences import fix_context, search_contexts
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
-from pipefit.plan.request.expert_parts import EXPERT, check_experts
+from pipefit.plan.request.expert_parts import check_experts, splits_rows
 from pipefit.plan.request.nearest_pins import explain_contradiction
 from pipefit.plan.request.sampled_batches import (
     Arrange,
@@ -268,7 +268,7 @@ def prepare_request(
     check_one_module(constraints)
     constraints = default_constraints(context.model, constraints).with_context_defaults
     _check_pins(context, job, constraints)
-    if constraints.sharding == EXPERT:
+    if splits_rows(constraints.sharding):
         check_experts(context.model, constraints.shards or (1,), "--fix shards, sharding")
     context.split_sequences(constraints.context_size)
     if constraints.sharding == "searched":

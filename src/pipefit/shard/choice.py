@@ -73,6 +73,12 @@ Chooser = Callable[[int, Operator, OperatorLabels, Mapping[str, HeldForm]], Oper
 """(index, operator, its labels, forms of its inputs) -> the choice; None: the operator is replicated."""
 
 
+def split_along(labelled: OperatorLabels, dim: int) -> OperatorChoice | None:
+    """Return the choice that splits an operator along this dimension of its result, or None if it cannot be."""
+    label = f"d{dim}"
+    return OperatorChoice(label) if label in labelled.outputs[0] else None
+
+
 def follow_split(operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]) -> OperatorChoice | None:
     """Return the choice that keeps the split of the first split input, or None if the operator cannot be split there.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from pipefit.layout import shard_form, split_by_shares
 from pipefit.model.graph import Graph, Operator, shapes_of, size_value
-from pipefit.shard.choice import HeldForm, OperatorChoice, follow_split
+from pipefit.shard.choice import HeldForm, OperatorChoice, follow_split, split_along
 from pipefit.shard.program import ShardedGraph, labels_at, shard_graph
 from pipefit.shard.rules import OperatorLabels
 
@@ -32,8 +32,7 @@ def expert_program(graph: Graph, shares: Sequence[int]) -> ShardedGraph:
         if experts := split_experts(labelled, ROW_DIM):
             return experts
         if operator.inputs[:1] and operator.inputs[0] in fed:
-            label = f"d{ROW_DIM}"
-            return OperatorChoice(label) if label in labelled.outputs[0] else None
+            return split_along(labelled, ROW_DIM)
         return follow_split(operator, labelled, held)
 
     return shard_graph(graph, shares, HeldForm(shard_form(ROW_DIM)), choose_split)

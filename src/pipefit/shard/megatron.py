@@ -16,7 +16,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, shard_form
 from pipefit.model.graph import Graph, Operator, Shape
 from pipefit.model.ops import KINDS
-from pipefit.shard.choice import TOKENS, HeldForm, OperatorChoice, follow_split
+from pipefit.shard.choice import TOKENS, HeldForm, OperatorChoice, follow_split, split_along
 from pipefit.shard.columns import column_linears
 from pipefit.shard.experts import TOKEN_DIM, can_divide_experts, split_experts
 from pipefit.shard.program import ShardedGraph, shard_graph
@@ -64,7 +64,7 @@ def shard_program(
         if divides_experts and (experts := split_experts(labelled, TOKEN_DIM)):
             return experts
         if sequence_parallel and operator.inputs[:1] and operator.inputs[0] in fed:
-            return OperatorChoice("d1") if "d1" in labelled.outputs[0] else None
+            return split_along(labelled, TOKEN_DIM)
         return follow_split(operator, labelled, held)
 
     return shard_graph(graph, shares, takes, choose_split, gives)

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.run.worker.test_exact import check_one_step, check_some_steps
 from tests.support import worker_plans as plans
 
-from pipefit.plan.types import Plan
-
 pytestmark = pytest.mark.gloo
 
 
-def of(name: str = "llama", **decisions: Any) -> tuple[str, Callable[[], Plan]]:
+def of(name: str = "llama", **decisions: Any) -> plans.PlanCase:
     return name, lambda: plans.plan(name, **({"microbatches": 2, "context": 2} | decisions))
-
-
-def split(name: str = "llama", **decisions: Any) -> tuple[str, Callable[[], Plan]]:
-    """The weight gradients put off to W."""
-    _, make = of(name, **decisions)
-    return name, lambda: plans.zero_bubble_like(make())
-
-
-def v_placed() -> Plan:
-    decisions = {"stages": 4, "placement": (0, 1, 1, 0), "schedule": "gpipe"}
-    return plans.with_order(of(**decisions)[1](), "v", plans.V_LANES)
 
 
 TWO = {"replicas": (1, 1)}
 SHARDED = {"shards": (1, 1)}
-CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
+CASES: dict[str, plans.PlanCase] = {
     "2 parts": of(),
     "3 parts": of(context=3),
     "6 parts, a token a chunk": of(context=6),
@@ -44,9 +30,9 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "gpipe, 4 stages": of(stages=4, microbatches=4, schedule="gpipe"),
     "zb-v": of(stages=4, placement=(0, 1, 1, 0), microbatches=4, schedule="zb-v"),
     "zb-h1 x replicas": of(stages=2, microbatches=4, schedule="zb-h1", **TWO),
-    "I and W apart": split(stages=2, microbatches=4),
-    "I and W apart, gpt2": split("gpt2", stages=2, microbatches=4, **TWO),
-    "V placement": ("llama", v_placed),
+    "I and W apart": plans.weights_late(of(stages=2, microbatches=4)),
+    "I and W apart, gpt2": plans.weights_late(of("gpt2", stages=2, microbatches=4, **TWO)),
+    "V placement": plans.v_ordered(of(**plans.V_STAGES)),
     "megatron": of(sharding="megatron", **SHARDED),
     "megatron-sp": of(sharding="megatron-sp", **SHARDED),
     "megatron-sp x stages": of(stages=2, sharding="megatron-sp", **SHARDED),
@@ -56,7 +42,7 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "zero-1, megatron-sp": of(sharded_state="optimizer", sharding="megatron-sp", **SHARDED),
     "zero-2 x replicas": of(sharded_state="gradients", **TWO),
     "zero-3 x stages": of(stages=2, sharded_state="parameters"),
-    "zero-3, I and W apart": split(stages=2, sharded_state="parameters"),
+    "zero-3, I and W apart": plans.weights_late(of(stages=2, sharded_state="parameters")),
     "tied over 2 stages": of("tied", stages=2, microbatches=4),
     "full recomputation": of(stages=2, recompute=("full",)),
     "selective recomputation": of(recompute=("selective",)),

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.run.worker.test_exact import check_clipping, check_one_step, check_some_steps
 from tests.support import worker_plans as plans
 
-from pipefit.plan.types import Plan
-
 pytestmark = pytest.mark.gloo
 
 
-def of(name: str = "mixtral", **decisions: Any) -> tuple[str, Callable[[], Plan]]:
+def of(name: str = "mixtral", **decisions: Any) -> plans.PlanCase:
     fixed = {"microbatches": 2, "shards": (1, 1), "sharding": "expert"}
     return name, lambda: plans.plan(name, **(fixed | decisions))
 
 
-def split(name: str = "mixtral", **decisions: Any) -> tuple[str, Callable[[], Plan]]:
-    """The weight gradients put off to W."""
-    _, make = of(name, **decisions)
-    return name, lambda: plans.zero_bubble_like(make())
-
-
-def v_placed() -> Plan:
-    decisions = {"stages": 4, "placement": (0, 1, 1, 0), "schedule": "gpipe"}
-    return plans.with_order(of(**decisions)[1](), "v", plans.V_LANES)
-
-
 TWO = {"replicas": (1, 1)}
-CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
+CASES: dict[str, plans.PlanCase] = {
     "2 devices": of(),
     "4 devices": of(shards=(1, 1, 1, 1)),
     "2 devices x 2 replicas": of(**TWO),
@@ -41,8 +27,8 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "1f1b x replicas": of(stages=2, **TWO),
     "gpipe, 3 stages": of(stages=3, microbatches=4, schedule="gpipe"),
     "zb-v": of(stages=4, placement=(0, 1, 1, 0), microbatches=4, schedule="zb-v"),
-    "I and W apart": split(stages=2, microbatches=4),
-    "V placement": ("mixtral", v_placed),
+    "I and W apart": plans.weights_late(of(stages=2, microbatches=4)),
+    "V placement": plans.v_ordered(of(**plans.V_STAGES)),
     "slices": of(stages=2, slices=(5, 4, 3)),
     "parts of sequences": of(context=2),
     "full recomputation": of(stages=2, recompute=("full",)),
@@ -54,7 +40,7 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "zero-2 x replicas": of(sharded_state="gradients", **TWO),
     "zero-3": of(sharded_state="parameters"),
     "zero-3 x stages": of(stages=2, sharded_state="parameters", **TWO),
-    "zero-3, I and W apart": split(stages=2, microbatches=4, sharded_state="parameters"),
+    "zero-3, I and W apart": plans.weights_late(of(stages=2, microbatches=4, sharded_state="parameters")),
     "tied": of("qwen3-moe", **TWO),
     "tied over 2 stages": of("qwen3-moe", stages=2, microbatches=4),
     "tied over 2 stages, zero-1": of("qwen3-moe", stages=2, sharded_state="optimizer", **TWO),

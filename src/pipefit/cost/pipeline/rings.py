@@ -25,16 +25,18 @@ def state_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     return divide_rings(replica_rings(stage), stage.state_group)
 
 
-def split_elements(stage: StageWork, elements: int, whole: int) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
-    """Yield (elements, devices that sum or gather them together) of a device's elements, of which `whole` are
-    replicated over the shard axis.
+def split_elements(
+    stage: StageWork, elements: int, replicated: int
+) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
+    """Yield (elements, devices that sum or gather them together) of a device's elements, of which `replicated`
+    are replicated over the shard axis.
 
-    The rings of the sharded state sum them. If the shard axis divides rows, all devices of the stage sum the replicated
+    The rings of the sharded state sum them. If the shard axis divides rows, all devices of the stage sum these
     elements.
     """
     if stage.splits_rows:
-        yield whole, axis_rings(stage.group, "replica", "context", "shard")
-        elements -= whole
+        yield replicated, axis_rings(stage.group, "replica", "context", "shard")
+        elements -= replicated
     yield elements, state_rings(stage)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
@@ -30,6 +29,7 @@ from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, sta
 from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
+    ShardedCounts,
     StoredParameter,
     check_layer_shares,
     count_parameters,
@@ -37,7 +37,7 @@ from pipefit.plan.assemble.shard_programs import (
     layer_shares,
     sharding_key,
 )
-from pipefit.plan.request.expert_parts import EXPERT
+from pipefit.plan.request.expert_parts import splits_rows
 from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, Plan, SampleSpace, Stage
 from pipefit.schedule.actions import RoundRobin
 
@@ -98,6 +98,9 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         check_layer_shares(layer_programs, shares, f"stages[{index}]")
         replicas = group.find_axis("replica").shares
         named = programs.named_parameters(layers, sharding_key(stage), shares)
+        sharded = ShardedCounts()
+        if shards_gradients(parts.sharded_state[index]):
+            sharded = programs.sharded_counts(stage.module, layers, sharding_key(stage), shares)
         stages.append(
             StageWork(
                 lane=parts.placement[index],
@@ -108,7 +111,8 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 recompute=stage.recompute,
                 parameters=count_parameters(named.values(), len(shares), parts.job),
                 sharded_state=parts.sharded_state[index],
-                **_sharded_elements(parts.sharded_state[index], stage, shares, programs),
+                sharded_elements=sharded.elements,
+                sharded_whole=sharded.replicated,
                 shares=layer_shares(layer_programs, shares),
                 symbols=(
                     *packed_symbols(
@@ -120,7 +124,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
                 turns=stage.turns,
                 state_group=stage.state_group,
-                splits_rows=stage.sharding == EXPERT,
+                splits_rows=splits_rows(stage.sharding),
             )
         )
         for name, count in named.items():
@@ -133,16 +137,6 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         precision=parts.job.precision,
         optimizer=find_optimizer(parts.job.optimizer),
     )
-
-
-def _sharded_elements(
-    state: ShardedState, stage: Stage, shares: tuple[int, ...], programs: ProgramCache
-) -> Mapping[str, Any]:
-    """Return `sharded_elements` and `sharded_whole` of `StageWork`."""
-    if not shards_gradients(state):
-        return {}
-    layers = programs.module_layers(stage.module, stage.layers)
-    return programs.sharded_counts(stage.module, layers, sharding_key(stage), shares)
 
 
 def _tied_work(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 from pipefit.codec import content_digest
 from pipefit.cost.static_memory import shared_state_bytes
@@ -55,6 +55,15 @@ class StoredParameter:
     "True if every position stores all of it, and its gradient is summed over them."
     shape: tuple[int, ...]
     "Global shape."
+
+
+class ShardedCounts(NamedTuple):
+    """The trained elements of layers whose gradients the replicas may shard, as in `StageWork`."""
+
+    elements: tuple[tuple[int, ...], ...] = ()
+    "[layer][position of the shard axis]."
+    replicated: tuple[int, ...] = ()
+    "[layer]: those that are replicated over the shard axis."
 
 
 class ProgramCache:
@@ -178,16 +187,15 @@ class ProgramCache:
 
     def sharded_counts(
         self, module: str, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]
-    ) -> Mapping[str, Any]:
-        """Return `sharded_elements` and `sharded_whole` of `StageWork` for layers of a module whose replicas shard
-        gradients."""
+    ) -> ShardedCounts:
+        """Return the counts of layers of a module whose replicas shard gradients."""
         named = [self.named_parameters((layer,), sharding, shares) for layer in layers]
         uses, count = self.layer_uses(module), len(shares)
         replicated = [{name: stored for name, stored in layer.items() if stored.whole} for layer in named]
-        return {
-            "sharded_elements": sharded_elements(named, uses, count),
-            "sharded_whole": tuple(max(counts) for counts in sharded_elements(replicated, uses, count)),
-        }
+        return ShardedCounts(
+            sharded_elements(named, uses, count),
+            tuple(max(counts) for counts in sharded_elements(replicated, uses, count)),
+        )
 
     def parameter_counts(
         self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...], job: Job | None = None

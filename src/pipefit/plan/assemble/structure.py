@@ -13,7 +13,7 @@ from pipefit.model.graph import ModelModule
 from pipefit.optimizers.sharded_state import ShardedState, parameter_state, state_form
 from pipefit.plan.assemble.shard_programs import ProgramCache, program_hash, sharding_key, whole_shape
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.expert_parts import EXPERT
+from pipefit.plan.request.expert_parts import splits_rows
 from pipefit.plan.types import AxisPlan, Edge, EdgeTransfer, MeshPlan, ParameterPlan, Stage
 
 
@@ -157,12 +157,12 @@ def make_parameters(
                 if index not in uses.setdefault(name, []):
                     uses[name].append(index)
     states = {count: (state_form(parameter_state(sharded_state, count)),) * 2 for count in layer_uses.values()}
-    splits_rows = stages[0].sharding == EXPERT
+    spreads_state = splits_rows(stages[0].sharding)
 
     def shard_state(name: str) -> str:
         """Return the form of the optimizer state along the shard axis."""
         stored = facts[name][2]
-        return states[layer_uses[name]][0] if splits_rows and stored == "I" else stored
+        return states[layer_uses[name]][0] if spreads_state and stored == "I" else stored
 
     return tuple(
         ParameterPlan(

@@ -30,7 +30,7 @@ from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.expert_parts import EXPERT
+from pipefit.plan.request.expert_parts import splits_rows
 from pipefit.plan.types import Job
 from pipefit.schedule.families import family_facts
 
@@ -167,7 +167,7 @@ class LowerBounds:
             return self._slice_row(
                 self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program), stage, slices
             )
-        if even or program[0] == EXPERT:  # rows between powers of two need not divide among its devices
+        if even or splits_rows(program[0]):  # rows between powers of two need not divide among its devices
             return self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program)
         key = (pairs, recompute, program)
         if key not in self._near:

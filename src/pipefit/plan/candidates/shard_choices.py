@@ -17,7 +17,7 @@ from pipefit.plan.assemble.shard_recipes import RecipeRequest, recipe_chains, se
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import Sharding
-from pipefit.plan.request.expert_parts import EXPERT, smallest_expert_count
+from pipefit.plan.request.expert_parts import EXPERT, row_parts, smallest_expert_count
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job
@@ -53,7 +53,7 @@ class ShardChoice:
     @property
     def row_parts(self) -> int:
         """Number of devices of the shard axis that divide the rows of a replica."""
-        return len(self.shares) if self.sharding == EXPERT else 1
+        return row_parts(self.sharding, self.shares)
 
     def fix_in(self, constraints: Constraints) -> Constraints:
         """Return the constraints with this choice fixed."""

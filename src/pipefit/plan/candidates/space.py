@@ -32,7 +32,7 @@ from pipefit.plan.devices.fleet import Runs
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.context_parts import check_context
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
-from pipefit.plan.request.expert_parts import EXPERT, check_expert_rows, divides_rows
+from pipefit.plan.request.expert_parts import check_expert_rows, divides_rows, splits_rows
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.slicing.cuts import check_number
@@ -427,7 +427,7 @@ def _check_space_groups(devices: int, constraints: Constraints) -> None:
 def _check_space_slices(job: Job, constraints: Constraints) -> None:
     """Raise PlanError if rows or sequences cannot be cut over the constrained shards or into the constrained slices."""
     shards = constraints.shards or (1,)
-    if constraints.sharding == EXPERT:
+    if splits_rows(constraints.sharding):
         replicas = constraints.replicas or (1,)
         check_expert_rows(job, constraints.microbatches, replicas, shards, "--fix shards")
     slices_wanted = constraints.slices or 1

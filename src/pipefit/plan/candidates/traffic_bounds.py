@@ -119,11 +119,13 @@ class TrafficBounds:
         group = replace(group, devices=network.representative_devices(group.devices))
         key = group, program, decisions.sharded_state, decisions.state_group
         if key not in self._known:
+            counts = self.cutter.sharded_counts(*program)
             probe = replace(
                 self.cutter.probe_stage(self.job, group, (1,) * len(decisions.replicas), "none", *program),
                 sharded_state=decisions.sharded_state,
                 state_group=decisions.state_group,
-                **self.cutter.sharded_counts(*program),
+                sharded_elements=counts.elements,
+                sharded_whole=counts.replicated,
             )
             self._known[key] = state_traffic(probe, self.job.precision, network)
         return self._known[key]

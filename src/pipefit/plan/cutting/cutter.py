@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, Recompute, StageW
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
-from pipefit.plan.assemble.shard_programs import ProgramCache, kept_state_bytes, layer_shares
+from pipefit.plan.assemble.shard_programs import ProgramCache, ShardedCounts, kept_state_bytes, layer_shares
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.cutting.layer_cut import (
     LayerCut,
@@ -39,7 +39,7 @@ from pipefit.plan.cutting.rows import (
 from pipefit.plan.devices.device_kinds import DeviceKinds
 from pipefit.plan.devices.fleet import DeviceFleet, Pair
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.expert_parts import EXPERT
+from pipefit.plan.request.expert_parts import splits_rows
 from pipefit.plan.types import Job
 
 ShardProgram = tuple[str, tuple[int, ...]]
@@ -67,8 +67,9 @@ class LayerCutter:
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
-        self._sharded: dict[object, Array] = {}
-        self._module_counts: dict[object, Any] = {}
+        self._sharded: dict[object, ShardedCounts] = {}
+        self._sharded_arrays: dict[object, Array] = {}
+        self._parameters: dict[object, ParameterCounts] = {}
         self._whole: dict[object, tuple[Array, Array]] = {}
         self._shared_state: dict[object, Array] = {}
         self._cuts: dict[object, LayerCut | None] = {}
@@ -275,7 +276,7 @@ class LayerCutter:
             recompute=recompute,
             parameters=self._module_parameters(sharding, shards),
             sharded_state="none",
-            splits_rows=sharding == EXPERT,
+            splits_rows=splits_rows(sharding),
         )
 
     def _make_row(self, probe: StageWork, job: Job) -> LayerRow:
@@ -328,8 +329,8 @@ class LayerCutter:
         held = trainable * per_element + frozen * width
         if shards_gradients(share.state):
             away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
-            held = held - self._sharded_counts(sharding, shards) * away
-        if sharding == EXPERT and share.state != "none":
+            held = held - self._sharded_array(sharding, shards) * away
+        if splits_rows(sharding) and share.state != "none":
             held = held - self._spread_bytes(job, share, sharding, shards)[:, None]
         fullest: Array = held.max(axis=1)
         return fullest + self._shared_state_bytes(job, sharding, shards)
@@ -348,13 +349,14 @@ class LayerCutter:
         if not shards_gradients(state):
             return 0.0
         width = COMPUTE_BYTES[job.precision] * (state == "parameters") + GRADIENT_BYTES[job.precision]
-        return width * largest_pair(self._sharded_counts(sharding, shards).max(axis=1).tolist())
+        return width * largest_pair(self._sharded_array(sharding, shards).max(axis=1).tolist())
 
-    def _sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> Array:
-        """Return `layer_elements` as an array."""
-        if (sharding, shards) not in self._sharded:
-            self._sharded[sharding, shards] = np.array(self.layer_elements(sharding, shards), dtype=float)
-        return self._sharded[sharding, shards]
+    def _sharded_array(self, sharding: str, shards: tuple[int, ...]) -> Array:
+        """Return [layer, shard position] of `sharded_counts`."""
+        if (sharding, shards) not in self._sharded_arrays:
+            elements = self.sharded_counts(sharding, shards).elements
+            self._sharded_arrays[sharding, shards] = np.array(elements, dtype=float)
+        return self._sharded_arrays[sharding, shards]
 
     def _whole_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
         """Return [layer] of trained elements that are replicated over the shard axis: all, and the ones of parameters
@@ -366,32 +368,23 @@ class LayerCutter:
                 stored = [p for name, p in named.items() if p.trainable and p.whole and name not in seen]
                 counts.append(sum(max(p.elements) for p in stored))
                 seen |= named.keys()
-            sharded = self.sharded_counts(sharding, shards)["sharded_whole"]
+            sharded = self.sharded_counts(sharding, shards).replicated
             self._whole[sharding, shards] = np.array(counts, dtype=float), np.array(sharded, dtype=float)
         return self._whole[sharding, shards]
 
-    def sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> Mapping[str, Any]:
-        """Return the elements of all layers whose gradients replicas can shard, as fields of `StageWork`."""
-        key = ("sharded", sharding, shards)
-        if key not in self._module_counts:
+    def sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> ShardedCounts:
+        """Return the elements of all layers whose gradients the replicas may shard."""
+        if (sharding, shards) not in self._sharded:
             layers = self.programs.modules[self.module].layers
-            self._module_counts[key] = self.programs.sharded_counts(self.module, layers, sharding, shards)
-        counts: Mapping[str, Any] = self._module_counts[key]
-        return counts
+            self._sharded[sharding, shards] = self.programs.sharded_counts(self.module, layers, sharding, shards)
+        return self._sharded[sharding, shards]
 
     def _module_parameters(self, sharding: str, shards: tuple[int, ...]) -> ParameterCounts:
         """Return the elements of all layers of the module."""
-        key = ("all", sharding, shards)
-        if key not in self._module_counts:
+        if (sharding, shards) not in self._parameters:
             layers = self.programs.modules[self.module].layers
-            self._module_counts[key] = self.programs.parameter_counts(layers, sharding, shards)
-        parameters: ParameterCounts = self._module_counts[key]
-        return parameters
-
-    def layer_elements(self, sharding: str, shards: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return [layer][shard position]: trained elements that only this layer uses."""
-        elements: tuple[tuple[int, ...], ...] = self.sharded_counts(sharding, shards)["sharded_elements"]
-        return elements
+            self._parameters[sharding, shards] = self.programs.parameter_counts(layers, sharding, shards)
+        return self._parameters[sharding, shards]
 
     def _shared_state_bytes(self, job: Job, sharding: str, shards: tuple[int, ...]) -> Array:
         """Return the bytes of optimizer state of each layer that every device keeps. A shared parameter counts at its

@@ -22,7 +22,7 @@ from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.passes.search_space import list_base_grids
 from pipefit.plan.passes.split_sequences import fix_context
 from pipefit.plan.request.constraints import Constraints
-from pipefit.plan.request.expert_parts import EXPERT
+from pipefit.plan.request.expert_parts import splits_rows
 from pipefit.plan.types import Job
 
 
@@ -97,7 +97,7 @@ def _with_groups(panel: CandidateGrid, context: PlannerContext) -> Iterator[Cand
     span several hosts. Expert parallelism shards state over all devices of a stage."""
     states = tuple(state for state in panel.sharded_state if state != "none")
     even = tuple(count for count in panel.counts if len({*count[1]}) == 1)
-    for inner in panel.inner if states and even and panel.sharding != EXPERT else ():
+    for inner in panel.inner if states and even and not splits_rows(panel.sharding) else ():
         grid = replace(panel, inner=(inner,), counts=even, sharded_state=states)
         members = _members_in_host(grid, context)
         for size in range(2, members + 1):

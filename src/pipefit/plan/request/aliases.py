@@ -12,7 +12,7 @@ from itertools import chain
 
 from pipefit.errors import PlanError
 from pipefit.optimizers.sharded_state import STATES
-from pipefit.plan.request.expert_parts import EXPERT
+from pipefit.plan.request.expert_parts import EXPERT, splits_rows
 
 SWITCHES: Mapping[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -147,26 +147,19 @@ def translate_fixes(fixes: Sequence[TypedFix], batch: int | None) -> Iterator[tu
     for fix in sorted(join_expert_axis(fixes), key=lambda fix: fix.key == ROWS):  # rows need the replicas
         key, value = fix.key, fix.value
         if key == ROWS:
-            devices, expert = _row_devices(fixed), fixed.get("sharding")
-            example = (
-                f"dp={4 * _share_count(fixed['shards'].value)}"
-                if expert and expert.value == EXPERT and "shards" in fixed
-                else "dp=4"
-            )
-            key, value = "microbatches", microbatches_of_rows(value, fix.text, devices, batch, example)
+            parts = _row_parts(fixed)
+            devices = parts * _share_count(fixed["replicas"].value) if "replicas" in fixed else None
+            key, value = "microbatches", microbatches_of_rows(value, fix.text, devices, batch, f"dp={4 * parts}")
         for known, known_value in translate_key(key, value, fix.text):
             entry = FixedText(known_value, fix.text)
             fixed.setdefault(known, entry)
             yield known, entry
 
 
-def _row_devices(fixed: Mapping[str, FixedText]) -> int | None:
-    """Return the number of devices that divide the rows of a microbatch; None if the texts do not fix it."""
-    counts = {key: _share_count(fixed[key].value) for key in ("replicas", "shards") if key in fixed}
-    splits_rows = "sharding" in fixed and fixed["sharding"].value == EXPERT
-    if "replicas" not in counts or (splits_rows and "shards" not in counts):
-        return None
-    return counts["replicas"] * (counts["shards"] if splits_rows else 1)
+def _row_parts(fixed: Mapping[str, FixedText]) -> int:
+    """Return the number of devices that divide the rows of a replica."""
+    divided = "sharding" in fixed and splits_rows(fixed["sharding"].value) and "shards" in fixed
+    return _share_count(fixed["shards"].value) if divided else 1
 
 
 def _share_count(text: str) -> int:

@@ -13,7 +13,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
 from pipefit.plan.request.context_parts import check_context, check_device_order
-from pipefit.plan.request.expert_parts import EXPERT, check_expert_rows, check_expert_state
+from pipefit.plan.request.expert_parts import check_expert_rows, check_expert_state, row_parts, splits_rows
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.types import Job, Recompute
@@ -94,12 +94,12 @@ class ParallelConfig:
     @property
     def splits_rows(self) -> bool:
         """True if the shard axis divides the rows of a replica (expert parallelism)."""
-        return self.sharding == EXPERT
+        return splits_rows(self.sharding)
 
     @property
     def state_devices(self) -> int:
         """Number of devices of a lane that shard the state of some parameters together, at most."""
-        return len(self.data_shares) * (len(self.shards) if self.splits_rows else 1)
+        return len(self.data_shares) * row_parts(self.sharding, self.shards)
 
     @property
     def hybrid_group(self) -> int:

@@ -19,6 +19,16 @@ EXPERT: Final = "expert"
 """The sharding, and the name of the axis in alternatives."""
 
 
+def splits_rows(sharding: str | None) -> bool:
+    """Return whether programs of this sharding divide the rows of a replica over the shard axis."""
+    return sharding == EXPERT
+
+
+def row_parts(sharding: str, shares: Sequence[int]) -> int:
+    """Return the number of devices of a shard axis with these shares that divide the rows of a replica."""
+    return len(shares) if splits_rows(sharding) else 1
+
+
 def divides_rows(batch: int, microbatches: int, replicas: Sequence[int], parts: int) -> bool:
     """Return whether the rows of every replica's microbatch divide evenly among `parts` devices."""
     if parts == 1:
@@ -58,7 +68,7 @@ def check_experts(model: Model, shares: Sequence[int], where: str) -> None:
 def expert_problems(plan: Plan) -> Iterator[PlanError]:
     """Yield errors of the stages of a plan with expert parallelism."""
     for index, stage in enumerate(plan.stages):
-        if stage.sharding != EXPERT:
+        if not splits_rows(stage.sharding):
             continue
         where, mesh = f"stages[{index}]", plan.stage_mesh(index)
         replicas, shares = mesh.find_axis("replica").shares, mesh.find_axis("shard").shares
@@ -71,7 +81,7 @@ def expert_problems(plan: Plan) -> Iterator[PlanError]:
 
 def check_expert_state(sharding: str | None, state_group: int, where: str) -> None:
     """Raise PlanError for groups that shard state (HSDP) beside expert parallelism."""
-    if sharding == EXPERT and state_group:
+    if splits_rows(sharding) and state_group:
         raise PlanError(
             "Expert parallelism shards state over all devices of a stage, not over groups of them.",
             where=where,
