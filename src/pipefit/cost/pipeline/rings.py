@@ -31,8 +31,8 @@ def split_elements(
     """Yield (elements, devices that sum or gather them together) of a device's elements, of which `replicated`
     are replicated over the shard axis.
 
-    The rings of the sharded state sum them. If the shard axis divides rows, all devices of the stage sum these
-    elements.
+    The rings of the sharded state sum them. If the shard axis divides rows, all devices of the stage sum the
+    replicated ones.
     """
     if stage.splits_rows:
         yield replicated, axis_rings(stage.group, "replica", "context", "shard")
