@@ -19,6 +19,7 @@ from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe_config, open_model
 from pipefit.plan.assemble.shard_programs import ProgramCache
+from pipefit.run.autograd.attention_kernels import _groups_are_native
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.stage_inputs import StageInputs
 
@@ -52,7 +53,9 @@ class StorageWatch(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def only_new_objects_are_collected() -> Iterator[None]:
-    """A collection need not walk through all that torch and transformers have loaded."""
+    """A collection need not walk through all that torch and transformers have loaded. Nor do the tensors count with
+    which the first attention of a process asks how its kernel takes grouped heads."""
+    _groups_are_native()
     gc.freeze()
     yield
     gc.unfreeze()
