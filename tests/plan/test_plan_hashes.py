@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.lib import introspect
-from tests.support.hash_requests import FILE, REQUESTS, hashes_of
+from tests.support.hash_requests import FILE, REQUESTS, compensated_sum, hashes_of
 
 from pipefit.cluster import LocalMachine, local_cluster
 from pipefit.cost.portable import geometric_mean, portable_exp, portable_log, portable_power, whole_power
@@ -61,8 +61,9 @@ def test_a_plan_is_the_committed_one(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_plans_without_compiled_loops_are_the_same() -> None:
-    assert elsewhere({"NUMBA_DISABLE_JIT": "1"}, LIGHT) == {name: committed()[name] for name in LIGHT}
+def test_plans_without_compiled_loops_and_with_the_sums_of_later_pythons_are_the_same() -> None:
+    names = ["--compensate", *LIGHT]
+    assert elsewhere({"NUMBA_DISABLE_JIT": "1"}, names) == {name: committed()[name] for name in LIGHT}
 
 
 @pytest.mark.slow
@@ -108,6 +109,12 @@ def test_eigenvectors_are_those_of_the_matrix(count: int) -> None:
     assert values == pytest.approx(np.linalg.eigvalsh(matrix), abs=1e-12 * count)
     assert vectors.T @ vectors == pytest.approx(np.eye(count), abs=1e-12)
     assert vectors @ np.diag(values) @ vectors.T == pytest.approx(matrix, abs=1e-12 * count)
+
+
+def test_sums_of_later_pythons_are_compensated() -> None:
+    tenths = [0.1] * 10
+    assert compensated_sum(tenths) == 1.0 != sum(tenths, 0.0) or sys.version_info >= (3, 12)
+    assert compensated_sum([1, 2, 3]) == 6 and type(compensated_sum([1, 2])) is int
 
 
 def test_the_variants_change_what_they_are_meant_to() -> None:

@@ -1,19 +1,23 @@
 """Forty requests for plans, and the hashes of what is planned: the same on every machine (`test_plan_hashes.py`).
 
-    python -m tests.support.hash_requests [--write] [NAME ...]
+    python -m tests.support.hash_requests [--write] [--compensate] [NAME ...]
 
 prints the hashes of all requests or of those named, as JSON; `--write` puts them into plan_hashes.json, for a change
-that is meant to change plans. The hash of `run` covers the work of a run. The hash of `plan` covers everything but the
-wording of notes: decisions, order, predictions to the last bit, runners-up.
+that is meant to change plans; `--compensate` adds numbers as Python 3.12 and later do. The hash of `run` covers the
+work of a run. The hash of `plan` covers everything but the wording of notes: decisions, order, predictions to the last
+bit, runners-up.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +288,25 @@ def hashes_of(name: str) -> dict[str, str]:
     return {"run": run_configuration(plan), "plan": without_notes(plan).content_hash}
 
 
+def compensated_sum(values: Iterable[Any], /, start: Any = 0) -> Any:
+    """Add as `sum` does since Python 3.12: what rounding takes from a sum of floats is added at the end (Neumaier)."""
+    total, lost = start, 0.0
+    for value in values:
+        if type(total) is float and type(value) in (float, int):
+            joined = total + value
+            lost += (total - joined) + value if abs(total) >= abs(value) else (value - joined) + total
+            total = joined
+        else:
+            total = total + value
+    return total + lost if lost and isfinite(lost) else total
+
+
 def main() -> int:
-    words = [word for word in sys.argv[1:] if word != "--write"]
+    words = [word for word in sys.argv[1:] if word not in ("--write", "--compensate")]
+    if "--compensate" in sys.argv:
+        import_module("torch._dynamo")  # it reads the signature of `sum`
+
+        builtins.sum = compensated_sum
     table = {name: hashes_of(name) for name in words or REQUESTS}
     if "--write" in sys.argv:
         known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}

@@ -2,7 +2,8 @@
 
 IEEE 754 fixes the results of + - * / and square roots only. numpy's `exp`, `log` and `power` use different code on
 processors with different vector units, as does the C library, and the order of additions in a matrix product depends
-on the processor. These functions use the fixed operations in a fixed order.
+on the processor. These functions use the fixed operations in a fixed order. Python's `sum` rounds otherwise from 3.12
+on; `math.fsum` adds floats with one rounding on every version.
 """
 
 from __future__ import annotations

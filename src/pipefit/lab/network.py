@@ -15,6 +15,7 @@ are raised by the headers of a full packet. htb cannot emulate latency.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import fsum
 
 from pipefit.cluster.types import Cluster
 from pipefit.lab.spec import HostPort, LabFile
@@ -110,7 +111,7 @@ def packet_bytes(lab: LabFile) -> int:
     gains the time of about one packet, because the first packet of an idle class does not wait."""
     if lab.packet_bytes:
         return lab.packet_bytes
-    return int(min(9000.0, max(1500.0, sum(rates_of(lab).send) / PACKETS_PER_S)))
+    return int(min(9000.0, max(1500.0, fsum(rates_of(lab).send) / PACKETS_PER_S)))
 
 
 def inside_packet_bytes(lab: LabFile, host: int) -> int:

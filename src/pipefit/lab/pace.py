@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from math import fsum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -240,7 +241,7 @@ class PacedStage:
         if not device.as_expected:
             self._arrivals[key] = []
         device.expect_collectives(())
-        seconds = (device.table.action_s + sum(layers_s)) * factor
+        seconds = (device.table.action_s + fsum(layers_s)) * factor
         exchanged_s = device.exchange_s - before_s
         warm = self._steps < 2
         device.finish_action(began + seconds + exchanged_s, seconds, exchanged_s, warm, marks if by_layer else None)

@@ -7,6 +7,7 @@ non-negative weights (`cost.compute.curves.FEATURES`). So a curve never falls wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,7 @@ def fit_layer(
     }
     worst = 0.0
     for point, times in zip(points, seconds, strict=True):
-        predicted = sum(action_time_s(curves[action], *point) + fixed.get(action, 0.0) for action in ("F", "B"))
+        predicted = fsum(action_time_s(curves[action], *point) + fixed.get(action, 0.0) for action in ("F", "B"))
         worst = max(worst, abs(predicted / (times["F"] + times["B"]) - 1))
     return curves, worst
 

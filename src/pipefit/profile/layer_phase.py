@@ -7,6 +7,7 @@ points, as in training.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import fsum
 from typing import Any
 
 import torch.distributed as dist
@@ -119,7 +120,7 @@ def _measure_alone(
     survey_points(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
     for index in range(len(subjects)):
         layer_samples = [sample for sample in samples if sample.subject == index and not subjects[index].tokens]
-        whole_s = [sum(typical_times(sample.visits)[0].values()) for sample in layer_samples]
+        whole_s = [fsum(typical_times(sample.visits)[0].values()) for sample in layer_samples]
         added = refine_points([sample.point for sample in layer_samples], whole_s, config.sequence)
         samples += [PointSamples(index, point) for point in added]
     survey_points(

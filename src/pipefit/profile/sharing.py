@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 
@@ -147,8 +148,8 @@ def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMe
 
 def _joint_slowdown(pairs: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> float:
     """Return the sum of the pairs' rates alone over the sum of their rates together."""
-    reached = sum(_joint_rates(pairs, size, 1, measure).values())
-    return sum(alone[pair] for pair in pairs) / reached if reached else 1.0
+    reached = fsum(_joint_rates(pairs, size, 1, measure).values())
+    return fsum(alone[pair] for pair in pairs) / reached if reached else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ def measure_ports(
             alone_s = [min(times[middle, turned, (i,)]) for i in (0, 1)]
             pairs = _reverse_pairs([(middle, end) for end in ends[middle]], turned)
             scale = [rates[pair] * time_s / size for pair, time_s in zip(pairs, alone_s, strict=True)]
-            result[turned][middle] = PortLimits(sum(scale) * size / min(joint_s), min(joint_s) > TWO * max(alone_s))
+            result[turned][middle] = PortLimits(fsum(scale) * size / min(joint_s), min(joint_s) > TWO * max(alone_s))
     return result
 
 
@@ -271,11 +272,11 @@ def _class_limit(
     class_flows = flows[label, turned]
     far = {pair: classes[pair[0] if turned else pair[1]] for pair in class_flows}
     for far_class in set(far.values()):
-        reached = sum(rate for pair, rate in class_flows.items() if far[pair] == far_class)
-        alone = sum(rates[pair] for pair in class_flows if far[pair] == far_class)
-        carries = sum(flows[far_class, not turned].values()) if (far_class, not turned) in flows else float("inf")
+        reached = fsum(rate for pair, rate in class_flows.items() if far[pair] == far_class)
+        alone = fsum(rates[pair] for pair in class_flows if far[pair] == far_class)
+        carries = fsum(flows[far_class, not turned].values()) if (far_class, not turned) in flows else float("inf")
         if reached * SLOWER < alone and reached * SLOWER < carries:
-            return sum(class_flows.values())
+            return fsum(class_flows.values())
     return None
 
 

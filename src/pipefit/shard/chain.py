@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import fsum
 
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PlanError
@@ -269,7 +270,7 @@ def total_resharing_s(
     chains: ChainSearch, layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares]
 ) -> float:
     """Return the sum of `resharing_s` over all layers."""
-    return sum(resharing_s(chains, layers, index, link.takes, shares) for index, link in enumerate(links))
+    return fsum(resharing_s(chains, layers, index, link.takes, shares) for index, link in enumerate(links))
 
 
 def with_shares(

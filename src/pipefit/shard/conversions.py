@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from math import fsum
 
 BITS = 8
 """Number of forms: I is 0, P is 1, G(d) is 2 + d, and the last is `frontier.ALIKE`."""
@@ -52,7 +53,7 @@ class FormConverter:
         key = have, want
         if key not in self._bounds:
             starts = [self._between[form] for form in range(BITS) if have >> form & 1]
-            self._bounds[key] = sum(
+            self._bounds[key] = fsum(
                 min((distances[form] for distances in starts), default=float("inf"))
                 for form in range(BITS)
                 if missing >> form & 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.model.graph import Graph, Layer, Model, Operator
@@ -119,7 +120,7 @@ def _list_layer(model: Model, layer: Layer, link: ChainLink, setting: ShardSetti
         times=times,
         takes=str(link.takes),
         gives=str(link.gives),
-        cost_s=sum(line.forward_s + line.backward_s + line.once_s for line in lines),
+        cost_s=fsum(line.forward_s + line.backward_s + line.once_s for line in lines),
         recipe=link.layer_recipe.recipe_text,
         shares=link.shares if link.around else (),
         lines=lines,

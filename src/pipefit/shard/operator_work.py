@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, fsum
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import LoweredCollective
@@ -104,7 +104,7 @@ class OperatorPricing:
         if setting.lowered is not None and earlier != WHOLE_CUT:
             ahead, back = (self._direct_exchanges(exchanges) for exchanges in (said.forward, said.input_gradient))
             return ConversionCost((0.0, 0.0), cut, ahead=ahead, back=back, earlier=earlier)
-        return ConversionCost((sum(exchanges_s(said, setting.collective)), 0.0), cut, earlier=earlier)
+        return ConversionCost((fsum(exchanges_s(said, setting.collective)), 0.0), cut, earlier=earlier)
 
     def _direct_exchanges(self, said: Sequence[Said]) -> tuple[LoweredCollective, ...]:
         """Return the lowerings of equal exchanges with the runtime's lowering: directly from device to device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import fsum
 from typing import Any, TypeVar, cast
 
 from pipefit.cluster.types import DeviceKind
@@ -98,7 +99,7 @@ class ShardSetting:
         counts = (elements, 0) if spec.trainable else (0, elements)
         parts = static_parts(*counts, 1.0, self.precision, self.optimizer)
         shared_bytes = shared_state_bytes(self.optimizer, spec.shape, self.precision, spec.trainable)
-        return shared_bytes, sum(parts.values()) - parts["workspace"]
+        return shared_bytes, fsum(parts.values()) - parts["workspace"]
 
     @property
     def symbol_sizes(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import fsum, gcd
 from typing import Any
 
 from pipefit.cost.comm.lowerings import LoweredCollective, PortLoads
@@ -213,7 +213,7 @@ def cost_s(
     fractions = held_fractions(cuts, shares, members)
     if any(cut not in fractions.worst for cut in cuts):
         return None
-    return sum(times * stretch.cost_s(fractions, members.kind_count) for stretch, times in stretches)
+    return fsum(times * stretch.cost_s(fractions, members.kind_count) for stretch, times in stretches)
 
 
 def overlapped_reduction_s(
@@ -241,7 +241,7 @@ def overlapped_reduction_s(
         for program, program_shares in zip(chain, shares, strict=True)
         for piece in pieces[id(program), program_shares]
     ]
-    return hidden_s(sum(size for size, _ in all_pieces), all_pieces, bucket_s) / microbatches
+    return hidden_s(fsum(size for size, _ in all_pieces), all_pieces, bucket_s) / microbatches
 
 
 def cuts_of(stretches: Sequence[tuple[ComputeSegment, int]]) -> list[int]:
@@ -266,7 +266,7 @@ def held_bytes(chain: Sequence[ChosenProgram], shares: Sequence[float]) -> tuple
             by_cut[WHOLE_CUT] += times * part.held[0]
             by_cut[part.cut] += times * part.held[1]
         for kind in range(members.kind_count):
-            totals[kind] += sum(size * fractions.worst[cut][kind] for cut, size in by_cut.items())
+            totals[kind] += fsum(size * fractions.worst[cut][kind] for cut, size in by_cut.items())
     return tuple(totals)
 
 
@@ -286,8 +286,8 @@ def transient_bytes(chain: Sequence[ChosenProgram]) -> float:
 def memory_rooms(chain: Sequence[ChosenProgram], limits: Sequence[float]) -> tuple[MemoryRoom, ...]:
     """Return the memory of every device kind as a line in its fraction; `limits` are the free bytes."""
     parts = [(part.held, times) for chosen, times in _distinct_programs(chain) for part in chosen.chosen_parts()]
-    fixed_bytes = transient_bytes(chain) + sum(times * held[0] for held, times in parts)
-    split_ = sum(times * held[1] for held, times in parts)
+    fixed_bytes = transient_bytes(chain) + fsum(times * held[0] for held, times in parts)
+    split_ = fsum(times * held[1] for held, times in parts)
     return tuple(MemoryRoom(fixed_bytes, split_, limit) for limit in limits)
 
 

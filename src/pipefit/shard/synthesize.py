@@ -96,10 +96,10 @@ def alternate_searches(
 def start_weights(*speeds: Sequence[float]) -> list[Weights]:
     """Return start weights: even, proportional to each of these speeds, and the means of two or three of them."""
     count = len(speeds[0])
-    corners = [tuple(speed / sum(group) for speed in group) for group in (*speeds, (1.0,) * count)]
+    corners = [tuple(speed / math.fsum(group) for speed in group) for group in (*speeds, (1.0,) * count)]
     weights: dict[Weights, None] = {}
     for mixed in (group for size in (1, 2, 3) for group in combinations(corners, size)):
-        weights[tuple(round(sum(column) / len(mixed), 12) for column in zip(*mixed, strict=True))] = None
+        weights[tuple(round(math.fsum(column) / len(mixed), 12) for column in zip(*mixed, strict=True))] = None
     return list(weights)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 from pipefit.cost.comm.lowerings import LoweredCollective, Parts
 from pipefit.layout import split_by_shares
@@ -147,7 +148,7 @@ class OpenOption:
 
     def step_s(self, fractions: HeldFractions, kinds: int) -> float:
         """Return the seconds of the slowest device's forward and backward, and the reduction."""
-        toll_s = sum(toll.conversion_s(fractions) for toll in (self.toll, self.talk) if toll)
+        toll_s = fsum(toll.conversion_s(fractions) for toll in (self.toll, self.talk) if toll)
         kind_numbers = range(kinds)
         slowest = max(self.forward_s(fractions, k) for k in kind_numbers) + max(
             self.backward_s(fractions, k) for k in kind_numbers
@@ -299,10 +300,10 @@ class ComputeSegment:
     ways: tuple[OpenOption, ...]
 
     def cost_s(self, fractions: HeldFractions, kinds: int) -> float:
-        forward = max(sum(option.forward_s(fractions, k) for option in self.ways) for k in range(kinds))
-        backward = max(sum(option.backward_s(fractions, k) for option in self.ways) for k in range(kinds))
-        moved = sum(toll.conversion_s(fractions) for toll in self.tolls)
-        return forward + backward + moved + sum(option.once_s for option in self.ways)
+        forward = max(fsum(option.forward_s(fractions, k) for option in self.ways) for k in range(kinds))
+        backward = max(fsum(option.backward_s(fractions, k) for option in self.ways) for k in range(kinds))
+        moved = fsum(toll.conversion_s(fractions) for toll in self.tolls)
+        return forward + backward + moved + fsum(option.once_s for option in self.ways)
 
 
 def choose_program(template: LayerTemplate, numbers: Sequence[Sequence[int]], solution: FormSolution) -> ChosenProgram:
@@ -322,7 +323,7 @@ def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: AxisMe
                 (stop - start) / units for start, stop in split_by_shares(units, [int(share) for share in shares])
             ]
         else:
-            fractions = [share / sum(shares) for share in shares]
+            fractions = [share / fsum(shares) for share in shares]
         if min(fractions) > 0:
             worst[units] = tuple(
                 max(part for part, kind in zip(fractions, members.kind, strict=True) if kind == number)

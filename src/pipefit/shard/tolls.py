@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import fsum
 
 from pipefit.cost.comm.lowerings import LoweredCollective
 from pipefit.cost.compute.shard_exchanges import BACKWARD
@@ -58,7 +59,7 @@ def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable
     lowered = setting.lowered
 
     def unsharding_s(padding: float) -> float:
-        return sum(times[kind] * setting.collective(kind, padding * sizes[kind]) for kind in sizes)
+        return fsum(times[kind] * setting.collective(kind, padding * sizes[kind]) for kind in sizes)
 
     def lowered_options(kind: str) -> tuple[LoweredCollective, ...]:
         lowerings = lowered(kind, sizes[kind]) if lowered else ()

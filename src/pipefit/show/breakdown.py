@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class StepBreakdown:
 
     @property
     def total_s(self) -> float:
-        return sum(self.seconds.values())
+        return fsum(self.seconds.values())
 
 
 def predicted_breakdown(timeline: Timeline) -> tuple[StepBreakdown, ...]:
@@ -78,7 +79,7 @@ def measured_breakdown(trace: StepTrace, plan: Plan) -> tuple[StepBreakdown, ...
         seconds = _measured_parts(row, _early_s(row, _sent_s(row, sends, plan)))
         facts = trace.facts.get(row.device) if row.device is not None else None
         seconds["data"] = (facts.data_s or 0.0) if facts else 0.0
-        seconds["idle"] += max(0.0, step_s + seconds["data"] - sum(seconds.values()))
+        seconds["idle"] += max(0.0, step_s + seconds["data"] - fsum(seconds.values()))
         result.append(StepBreakdown(lane=row.lane, device=row.device, seconds=seconds))
     return tuple(result)
 

@@ -83,8 +83,8 @@ def _idle_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
     """Return the share of the devices' time without computation: waiting for data, links or other devices."""
     prediction = _plan_prediction(plan)
     sizes = [plan.lane_mesh(lane).size for lane in range(len(prediction.lanes))]
-    idle_s = sum(lane.idle_s * size for lane, size in zip(prediction.lanes, sizes, strict=True))
-    whole_s = prediction.step_s * sum(sizes)
+    idle_s = math.fsum(lane.idle_s * size for lane, size in zip(prediction.lanes, sizes, strict=True))
+    whole_s = prediction.step_s * math.fsum(sizes)
     return FigurePair(predicted=idle_s / whole_s if whole_s else 0.0, measured=_measured_idle(plan, record))
 
 
@@ -130,8 +130,8 @@ def _measured_idle(plan: Plan, record: RunRecord | None) -> float | None:
     if record is None or record.trace is None:
         return None
     parts = measured_breakdown(record.trace, plan)
-    total_s = sum(part.total_s for part in parts)
-    busy = sum(part.seconds["compute"] + part.seconds["optimizer"] for part in parts)
+    total_s = math.fsum(part.total_s for part in parts)
+    busy = math.fsum(part.seconds["compute"] + part.seconds["optimizer"] for part in parts)
     return 1.0 - busy / total_s if total_s else None
 
 

@@ -14,6 +14,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 from pipefit.cost.comm.collectives import runs_backwards
 from pipefit.cost.comm.lowerings import lowerings_over
@@ -54,7 +55,7 @@ class StepTraffic:
 
     def pair_totals(self) -> Mapping[tuple[int, int], float]:
         """Return the total bytes of each pair."""
-        return {pair: sum(parts.values()) for pair, parts in self.bytes.items()}
+        return {pair: fsum(parts.values()) for pair, parts in self.bytes.items()}
 
 
 def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> StepTraffic:

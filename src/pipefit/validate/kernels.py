@@ -106,13 +106,15 @@ class KernelCosts:
         facts = _layer_facts(query.graph, query.shape, COMPUTE_BYTES[query.precision], query.recompute)
         passes = [self._operator_times(kind, call, devices) for kind, call in facts.calls]
         # The weight pass of an all_gather has its second gather.
-        again = sum(passes[index].forward_s for index in facts.again if facts.calls[index][0] != "all_gather")
+        again = math.fsum(passes[index].forward_s for index in facts.again if facts.calls[index][0] != "all_gather")
         if self.attention_again and query.recompute == "none":
-            again = sum(p.forward_s for p, (kind, _) in zip(passes, facts.calls, strict=True) if kind == "attention")
+            again = math.fsum(
+                p.forward_s for p, (kind, _) in zip(passes, facts.calls, strict=True) if kind == "attention"
+            )
         return LayerCost(
-            forward_s=sum(p.forward_s for p in passes),
-            input_s=sum(p.input_s for p in passes) + again,
-            weight_s=sum(p.weight_s for p in passes),
+            forward_s=math.fsum(p.forward_s for p in passes),
+            input_s=math.fsum(p.input_s for p in passes) + again,
+            weight_s=math.fsum(p.weight_s for p in passes),
             saved_bytes=facts.saved_bytes,
             pending_bytes=facts.pending_bytes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,4 +63,4 @@ def absolute_errors(rows: Sequence[ValidationRow], part: str = "predicted") -> l
 
 def mean_or_zero(values: Sequence[float]) -> float:
     """Return the mean, or 0 without values."""
-    return sum(values) / len(values) if values else 0.0
+    return fsum(values) / len(values) if values else 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import fsum
 
 from pipefit.cost.comm.network import Network, RingTime
 
@@ -68,7 +69,7 @@ def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes:
 
 
 def _levels_s(way: Way, total_bytes: float) -> float:
-    return sum(time.pass_s(total_bytes / parts) for _, parts, time in way)
+    return fsum(time.pass_s(total_bytes / parts) for _, parts, time in way)
 
 
 def _level_choices(network: Network, rings: Rings) -> list[list[tuple[Rings, int]]]:

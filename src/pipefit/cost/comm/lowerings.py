@@ -19,6 +19,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -105,7 +106,7 @@ class PortLoads:
 
     def exchange_s_per_byte(self, matrix: Array) -> float:
         """Return the seconds per byte of the full tensor if [i, j] of it goes from i to j; for rounds with two cuts."""
-        return sum(float((round_load * matrix).sum(axis=(1, 2)).max(initial=0.0)) for round_load in self.loads)
+        return fsum(float((round_load * matrix).sum(axis=(1, 2)).max(initial=0.0)) for round_load in self.loads)
 
     def as_lines(self, count: int) -> list[tuple[Array, float]]:
         """Return (load [port, position], constant) of every round as linear functions of the parts of `count` devices.
@@ -269,7 +270,7 @@ class CollectiveLowerings:
         if operation == "all_to_all":
             return self._exchange_rounds() if name != "grouped" else self._grouped_all_gather()
         rounds = self._message_rounds(operation, name)
-        steps = sum(self._latency_s(messages) for messages, _ in rounds)
+        steps = fsum(self._latency_s(messages) for messages, _ in rounds)
         if len(rounds) == 1:
             steps *= self.size - 1
         return steps, PortLoads(*(share * self._port_loads(messages, (self.size,)) for messages, share in rounds))
@@ -421,7 +422,7 @@ def _even_loads(load: Array) -> Array:
 
 
 def _as_fractions(shares: Sequence[float]) -> Parts:
-    return tuple(share / sum(shares) for share in shares)
+    return tuple(share / fsum(shares) for share in shares)
 
 
 def _share_intervals(shares: Sequence[float]) -> list[tuple[float, float]]:

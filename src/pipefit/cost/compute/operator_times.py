@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import fsum
 from typing import NamedTuple, Protocol
 
 from pipefit.cluster.types import DeviceKind
@@ -72,7 +73,7 @@ def exchanges_s(exchanges: OperatorExchanges, collective: CollectiveTime | None)
         return 0.0, 0.0, 0.0
     assert collective is not None, "an operator that speaks to others is costed without a shard axis"
     forward_s, input_s, weight_s = (
-        sum(
+        fsum(
             collective(kind, size, how, units) if units else collective(kind, size)
             for kind, size, how, units in pass_exchanges
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import fsum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pipefit.cluster.types import is_processor
@@ -149,9 +150,9 @@ class RooflineCosts:
         if key not in self._operators:
             self._operators[key] = self._times_by_operator(query)
         times = self._operators[key]
-        sums = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+        sums = (fsum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
         forward_s, input_s, weight_s = sums
-        again_s = sum(times[index][0] for index in kept_values(graph, recompute, COMPUTE_BYTES[precision]).again)
+        again_s = fsum(times[index][0] for index in kept_values(graph, recompute, COMPUTE_BYTES[precision]).again)
         return LayerSeconds(forward_s, input_s + again_s, weight_s)
 
     def _times_by_operator(self, query: LayerQuery) -> list[Times]:

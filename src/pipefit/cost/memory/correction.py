@@ -82,7 +82,7 @@ class MemoryCorrection:
 
     def estimate_rank(self, parts: Mapping[str, float]) -> MemoryEstimate:
         """Return the estimated memory of a rank with these parts."""
-        expected = float(sum(self.coefficients[name] * parts[name] for name in PARTS))
+        expected = float(math.fsum(self.coefficients[name] * parts[name] for name in PARTS))
         return MemoryEstimate(self, expected, self.band_factor(parts, expected))
 
     def band_factor(self, parts: Mapping[str, float], expected_bytes: float) -> float:
@@ -156,7 +156,7 @@ def learn_correction(runs: Sequence[MemoryRun], kind: str) -> MemoryCorrection:
             if run.configuration == name:
                 estimate = without.estimate_rank(run.parts)
                 errors.append((run.measured_bytes / estimate.expected_bytes - 1.0) / estimate.distance)
-    spread = max(LEAST_SPREAD, math.sqrt(sum(error**2 for error in errors) / len(errors)))
+    spread = max(LEAST_SPREAD, math.sqrt(math.fsum(error**2 for error in errors) / len(errors)))
     return _fit_coefficients(kind_runs, kind, tuple(sorted(errors)), spread, len(names))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.step_end import stage_state_share
@@ -80,12 +81,12 @@ def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "
         places = [
             [_stage_parts(stage, position, holding.share, work) for stage, holding in stages] for position in positions
         ]
-        sums = [{name: sum(parts[name] for parts in stage_parts) for name in stage_parts[0]} for stage_parts in places]
+        sums = [{name: fsum(parts[name] for parts in stage_parts) for name in stage_parts[0]} for stage_parts in places]
         for total, stage_parts in zip(sums, places, strict=True):
             total["workspace"] = stage_parts[0]["workspace"]
             for name, size in _tied_parts(work, lane, held).items():
                 total[name] += size
-        lanes.append(max(sums, key=lambda parts: sum(parts.values())))
+        lanes.append(max(sums, key=lambda parts: fsum(parts.values())))
     return tuple(lanes)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from pipefit.cost.compute.roofline import LayerCost
 
@@ -28,8 +29,8 @@ class StageMemory:
 
 def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
     """Return the memory of a stage of these layers. Without `LayerCost.passing` there is no transient memory."""
-    saved = sum(layer.saved_bytes for layer in layers)
-    pending = sum(layer.pending_bytes for layer in layers)
+    saved = fsum(layer.saved_bytes for layer in layers)
+    pending = fsum(layer.pending_bytes for layer in layers)
     first, last = layers[0].passing, layers[-1].passing
     if first is None or last is None:
         return StageMemory(saved, pending, {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0})
@@ -38,7 +39,7 @@ def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
     output_gradient = {"B": last.output, "I": 0 if last.holds_output_gradient else last.output}
     peak = {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0}
     before, behind = float(tables), pending
-    owed = sum(layer.owed_behind for layer in layers)
+    owed = fsum(layer.owed_behind for layer in layers)
     for index, layer in enumerate(layers):
         worst = layer.passing
         assert worst is not None, "all layers of a stage are costed alike"

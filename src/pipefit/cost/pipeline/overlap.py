@@ -9,6 +9,7 @@ overlaps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import fsum
 
 from pipefit.cost.work import BUCKET_BYTES
 
@@ -34,10 +35,10 @@ def remaining_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES)
     start sooner.
     """
     pieces = bucket_finish_times(layers, bucket_bytes)
-    total_bytes = sum(size for size, _ in pieces)
+    total_bytes = fsum(size for size, _ in pieces)
     if not total_bytes:
         return []
-    backward_s = sum(seconds for _, seconds in layers)
+    backward_s = fsum(seconds for _, seconds in layers)
     lines: list[tuple[float, float]] = []
     behind = 0.0
     for size, complete_s in reversed(pieces):

@@ -7,6 +7,7 @@ Gradients that the replicas shard between the microbatches (ZeRO-2 and 3) are su
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import fsum
 
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.comm.network import Network
@@ -53,7 +54,7 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     if not stage.shards_state or (stage.has_sharded_layers and not stage.gathered_elements):
         return 0.0
     width = COMPUTE_BYTES[work.precision]
-    return sum(
+    return fsum(
         all_gather_s(network, rings, elements * width)
         for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_whole)
         if len(rings[0]) > 1

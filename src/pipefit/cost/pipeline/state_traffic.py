@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import fsum
 from typing import NamedTuple
 
 from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
@@ -60,8 +61,8 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
     parts = {count: [(size, rings) for size, rings in split_elements(stage, *count) if size] for count in set(counts)}
     seconds = {
         count: (
-            sum(all_gather_s(network, rings, size * widths[0]) for size, rings in sizes if gathers),
-            sum(reduce_scatter_s(network, rings, size * widths[1]) for size, rings in sizes),
+            fsum(all_gather_s(network, rings, size * widths[0]) for size, rings in sizes if gathers),
+            fsum(reduce_scatter_s(network, rings, size * widths[1]) for size, rings in sizes),
         )
         for count, sizes in parts.items()
     }
@@ -117,7 +118,7 @@ def overlapped_s(seconds: Sequence[float], before: Sequence[float], behind: Sequ
     the next layer and the sum of the previous one run one after the other. `overlap` is the part of the hidden time
     that costs nothing.
     """
-    serial_s = sum(seconds) + sum(before) + sum(behind)
+    serial_s = fsum(seconds) + fsum(before) + fsum(behind)
     beside = [ahead + left for ahead, left in zip((*before[1:], 0.0), (0.0, *behind[:-1]), strict=True)]
-    overlapped = before[0] + sum(map(max, seconds, beside)) + behind[-1]
+    overlapped = before[0] + fsum(map(max, seconds, beside)) + behind[-1]
     return serial_s - overlap * (serial_s - overlapped)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import fsum, prod
 
 import numpy as np
 
@@ -75,7 +75,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         reduce_hidden_s={kind: np.array([entry[kind] for entry in hidden]) for kind in ("B", "W")},
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.num_lanes)]),
-        static_bytes=np.array([sum(parts.values()) for parts in statics]),
+        static_bytes=np.array([fsum(parts.values()) for parts in statics]),
         owed_bytes=kv_gradient_table(worst, work.distinct_microbatches),
         reduce_copy_bytes=np.array(reduce_copy_bytes(work, network.over_gloo)),
         overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
@@ -321,7 +321,7 @@ def _kind_memory(
         actions=action_tables(kind_costs, work.distinct_microbatches),
         owed_bytes=kv_gradient_table(kind_costs, work.distinct_microbatches),
         edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
-        static_bytes=np.array([sum(entry.values()) for entry in parts]),
+        static_bytes=np.array([fsum(entry.values()) for entry in parts]),
     )
     return KindMemory(
         name=name,
@@ -369,14 +369,14 @@ def _worst_cost(each: Sequence[LayerCost]) -> LayerCost:
 def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
     memory = stage_memory(each)
     return (
-        sum(cost.forward_s for cost in each),
-        sum(cost.input_s for cost in each),
-        sum(cost.weight_s for cost in each),
-        sum(cost.backward_s for cost in each),
+        fsum(cost.forward_s for cost in each),
+        fsum(cost.input_s for cost in each),
+        fsum(cost.weight_s for cost in each),
+        fsum(cost.backward_s for cost in each),
         memory.saved_bytes,
         memory.pending_bytes,
         *(memory.passing[kind] for kind in ("F", "I", "B", "W")),
-        sum(cost.owed_behind for cost in each),
+        fsum(cost.owed_behind for cost in each),
     )
 
 

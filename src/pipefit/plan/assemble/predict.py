@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
+from math import fsum, isfinite
 
 from pipefit.cluster.types import Cluster
 from pipefit.cost.comm.network import Network
@@ -50,7 +50,7 @@ class DevicePeak:
 
     @property
     def static_bytes(self) -> float:
-        return float(sum(self.static.values()))
+        return float(fsum(self.static.values()))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class PlanSimulation:
 def _device_peak(
     kind: str, limit_bytes: float, static: Mapping[str, float], curve: MemoryCurve, end_bytes: float
 ) -> DevicePeak:
-    peak_bytes = max(float(curve.peak_bytes), float(sum(static.values())) + curve.left_bytes + end_bytes)
+    peak_bytes = max(float(curve.peak_bytes), float(fsum(static.values())) + curve.left_bytes + end_bytes)
     return DevicePeak(kind, limit_bytes, peak_bytes, static, curve)
 
 
@@ -212,7 +212,7 @@ def describe_critical_path(timeline: Timeline, stages: Sequence[Stage]) -> str:
     """Return the largest shares of the simulated critical path, in words. Stages are named with their modules if there
     are several."""
     shares = critical_path_shares(timeline, stages)
-    total_s = sum(shares.values())
+    total_s = fsum(shares.values())
     if not total_s:
         return ""
     top = sorted(shares.items(), key=lambda item: -item[1])[:3]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import fsum, prod
 from typing import NamedTuple
 
 from pipefit.codec import content_digest
@@ -230,7 +230,7 @@ def count_parameters(stored: Collection[StoredParameter], num_shards: int, job: 
 def kept_state_bytes(stored: Iterable[StoredParameter], job: Job) -> float:
     """Return the bytes of optimizer state that every device with a part of these parameters keeps."""
     optimizer = find_optimizer(job.optimizer)
-    return sum(shared_state_bytes(optimizer, p.shape, job.precision, p.trainable) for p in stored)
+    return fsum(shared_state_bytes(optimizer, p.shape, job.precision, p.trainable) for p in stored)
 
 
 def whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:

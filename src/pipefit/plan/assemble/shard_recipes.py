@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import EVEN, lowerings_over, shard_collective
@@ -125,7 +126,7 @@ def shard_setting(
 
     def whole_s(source: LayerCosts, kind: DeviceKind) -> float:
         costs = [source.layer_cost(LayerQuery(graph, shape, kind, precision)) for graph in model.graphs.values()]
-        return sum(cost.forward_s + cost.input_s + cost.weight_s for cost in costs)
+        return fsum(cost.forward_s + cost.input_s + cost.weight_s for cost in costs)
 
     slowness = {
         kind.name: whole_s(layers, kind) / whole_s(RooflineCosts(), kind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +78,8 @@ class TrafficBounds:
         traffic = self._stage_traffic(decisions, decisions.cuts)
         if any(entry is None for entry in traffic):
             return forward_s, backward_s
-        gather_s = np.array([sum(entry.gather_s) for entry in traffic if entry])
-        reduce_s = np.array([sum(entry.reduce_s) for entry in traffic if entry])
+        gather_s = np.array([fsum(entry.gather_s) for entry in traffic if entry])
+        reduce_s = np.array([fsum(entry.reduce_s) for entry in traffic if entry])
         overlap = min(entry.overlap for entry in traffic if entry)
         return hidden_s(forward_s, gather_s, overlap), hidden_s(backward_s, gather_s + reduce_s, overlap)
 
@@ -97,8 +98,8 @@ class TrafficBounds:
             traffic_of_lane = [self._traffic_of(decisions, group, lane) for lane, group in enumerate(groups)]
             traffic = {id(entry): entry for entry in traffic_of_lane if entry}.values()
             self._modules[key] = ModuleTraffic(
-                gather_s=min((sum(entry.gather_s) for entry in traffic), default=0.0),
-                reduce_s=min((sum(entry.reduce_s) for entry in traffic), default=0.0),
+                gather_s=min((fsum(entry.gather_s) for entry in traffic), default=0.0),
+                reduce_s=min((fsum(entry.reduce_s) for entry in traffic), default=0.0),
                 overlap=max((entry.overlap for entry in traffic), default=1.0),
             )
         return self._modules[key]

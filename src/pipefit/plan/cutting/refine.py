@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from math import fsum
 from random import Random
 
 import numpy as np
@@ -135,7 +136,7 @@ class _CutScorer:
 
 
 def _missing_bytes(needs: Sequence[float], limits: Sequence[float]) -> float:
-    return sum(max(0.0, float(need) - limit) for need, limit in zip(needs, limits, strict=True))
+    return fsum(max(0.0, float(need) - limit) for need, limit in zip(needs, limits, strict=True))
 
 
 def _start_cuts(given: Bounds, rows: Sequence[LayerRow], placement: Sequence[int]) -> list[Bounds]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 
 import numpy as np
 
@@ -128,13 +129,13 @@ def lane_need(
     limit, need = float("inf"), (0.0, float("inf"))
     for kinds in zip(*(stage_kinds for stage_kinds, _, _ in stages), strict=True):
         runs = [(kind, start, stop) for kind, (_, start, stop) in zip(kinds, stages, strict=True)]
-        stays = sum(float(kind.static_bytes[start:stop].sum()) for kind, start, stop in runs)
+        stays = fsum(float(kind.static_bytes[start:stop].sum()) for kind, start, stop in runs)
         keeps = [float(kind.saved_bytes[start:stop].sum()) for kind, start, stop in runs]
         has = min(kind.limit_bytes for kind in kinds)
         parts = [kind_saved / full_saved for kind_saved, full_saved in zip(keeps, saved, strict=True) if full_saved > 0]
         part = min(parts, default=1.0)
         limit = min(limit, static + (has - stays) / part if part > 0 else float("inf"))
-        mine = (stays + max(held * min(keeps), sum(keeps)), has)
+        mine = (stays + max(held * min(keeps), fsum(keeps)), has)
         if mine[0] - mine[1] > need[0] - need[1]:
             need = mine
     return limit, need

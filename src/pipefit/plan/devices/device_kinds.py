@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, gcd
+from math import comb, fsum, gcd
 
 FEW = 16
 """Largest number of patterns of one grid that are all tried."""
@@ -189,7 +189,7 @@ def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) ->
 
     even = max(1, rows // len(columns))
     speed = {column: even / time_of_rows(column, even) for column in count}
-    total_speed = sum(speed[column] * number for column, number in count.items())
+    total_speed = fsum(speed[column] * number for column, number in count.items())
     rows_of = {column: max(1, int(0.9 * rows * speed[column] / total_speed)) for column in count}
     left = rows - sum(rows_of[column] * number for column, number in count.items())
     last: dict[tuple[int, ...], int] = dict.fromkeys(count, 0)

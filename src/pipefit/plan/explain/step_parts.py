@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import fsum
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def step_parts(simulation: PlanSimulation, network: Network, layers: LayerCosts)
         for name, share in shares[int(graph.stage[task]), int(graph.kind[task]), int(graph.slice[task])].items():
             parts[name] += share * operators_s
             parts[COMPUTE] -= share * operators_s
-    computed_s = sum(parts.values())
+    computed_s = fsum(parts.values())
     idle_s = max(0.0, timeline.compute_end_s - computed_s)
     parts[TRANSFERS] = min(idle_s, float(timeline.exposed_transfer_s[lane]))
     parts[BUBBLE] = idle_s - parts[TRANSFERS]

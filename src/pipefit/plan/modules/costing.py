@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,7 +175,7 @@ class ModuleCosting:
                     stage, round(samples * self.means[module.space]), round(samples * squares * squared)
                 )
             costs_by_kind.append(layer_costs(stage, self.job.precision, self.network, self.layers)[""])
-        return max(costs_by_kind, key=lambda costs: sum(cost.forward_s for cost in costs))
+        return max(costs_by_kind, key=lambda costs: fsum(cost.forward_s for cost in costs))
 
     def _first_devices(self, shards: int) -> list[int]:
         """Return the first device of a host of every kind that has at least `shards` devices."""
@@ -222,11 +223,11 @@ class ModuleCosting:
     ) -> SampleLoad:
         """Return the cost of samples on the module: in packed rows attention within images costs by squares, the rest
         by tokens."""
-        forward_s = sum(cost.forward_s for cost in one)
-        backward = sum(cost.backward_s for cost in one) / forward_s if forward_s else 0.0
+        forward_s = fsum(cost.forward_s for cost in one)
+        backward = fsum(cost.backward_s for cost in one) / forward_s if forward_s else 0.0
         if module.space not in self.means:
             return SampleLoad(space=module.space, row_s=forward_s, backward=backward)
-        half_s = sum(cost.forward_s for cost in self._layer_costs(module, programs, shards, recompute, 1, 0.5))
+        half_s = fsum(cost.forward_s for cost in self._layer_costs(module, programs, shards, recompute, 1, 0.5))
         by_squares_s = min(forward_s, max(0.0, 2 * (forward_s - half_s)))
         return SampleLoad(
             space=module.space,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +67,7 @@ class DivisionProblem:
             batch * profile.mean_cost * float((profile.variant_totals.shards * profile.variant_totals.sample_s).min())
             for profile in profiles
         ]
-        self.work_s = sum(work) / devices
+        self.work_s = fsum(work) / devices
         "Lower bound of any step: all devices share all work."
 
 
@@ -102,7 +103,7 @@ def relaxed_s(frontiers: Sequence[DeviceFrontier], microbatches: int, devices: i
     enough = sum((frontier.devices_needed(ends) for frontier in frontiers), np.zeros(len(ends))) <= devices
     if not enough[-1]:
         return float("inf")
-    slowest_s, through_s = float(ends[enough.argmax()]), sum(frontier.best.through_s for frontier in frontiers)
+    slowest_s, through_s = float(ends[enough.argmax()]), fsum(frontier.best.through_s for frontier in frontiers)
     return (
         through_s + (microbatches - 1) * slowest_s + max(frontier.best.reduce_s for frontier in frontiers)
     ) * ROUNDING
@@ -342,7 +343,7 @@ class _PartialChoice:
     def with_best(self, others: Sequence[LayoutOptions]) -> _PartialChoice:
         """Return the choice with the best values of these modules."""
         return _PartialChoice(
-            self.through_s + sum(module_options.best_values.through_s for module_options in others),
+            self.through_s + fsum(module_options.best_values.through_s for module_options in others),
             max([self.slowest_s, *(module_options.best_values.slowest_s for module_options in others)]),
             max([self.reduce_s, *(module_options.best_values.reduce_s for module_options in others)]),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import fsum
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def shares_note(one: EvaluatedPlan) -> str:
         count[stage.module] = count.get(stage.module, 0) + devices
         work[stage.module] = work.get(stage.module, 0.0) + devices * busy_s
         busiest[stage.module] = max(busiest.get(stage.module, 0.0), busy_s)
-    total_work = sum(work.values()) or 1.0
+    total_work = fsum(work.values()) or 1.0
     return "; ".join(
         f"{name} has {count[name]} of {device_total} devices for {work[name] / total_work:.0%} of the device time, "
         f"its busiest stage {busiest[name] / timeline.makespan_s:.0%} of the step"

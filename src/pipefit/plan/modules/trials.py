@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import fsum
 
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.assemble.module_parts import module_skeleton
@@ -117,7 +118,7 @@ class ModuleTrials:
             profile = costed.profile
             samples = float(profile.weights[0].sum()) if profile.weights.size else float(self.job.batch)
             total_s += samples * min(variant.shards * float(variant.sample_s.sum()) for variant in profile.ways)
-        fixed_s = sum(
+        fixed_s = fsum(
             min(float(variant.fixed_s.sum()) for variant in costed_module.profile.ways) for costed_module in self.costed
         )
         return max(total_s / self.context.network.devices, fixed_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import fsum
 
 from pipefit.cost.work import COMPLETE_STATE
 from pipefit.plan.candidates.closest_misfit import least_missing_bytes
@@ -34,7 +35,7 @@ def some_plan_fits(context: PlannerContext, job: Job, constraints: Constraints) 
 def _state_fits(context: PlannerContext, job: Job) -> bool:
     """Return whether all devices together hold one copy of the parameters, gradients and optimizer state."""
     needed = float(context.layer_cutter.layer_static_bytes(job, COMPLETE_STATE).sum())
-    return needed <= sum(float(kind.memory_bytes) for kind in context.network.kinds)
+    return needed <= fsum(float(kind.memory_bytes) for kind in context.network.kinds)
 
 
 def _find_any_fit(searcher: LayoutSearch, space: Sequence[CandidateGrid]) -> None:

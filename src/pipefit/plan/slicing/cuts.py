@@ -148,8 +148,8 @@ class SliceCutter:
     def _unevenness(self, stops: Sequence[int]) -> tuple[float, float, int]:
         """Return (total time, deviation from equal times, deviation from equal numbers of cells) of the slices."""
         times = [float(self._slice_row(start)[stop - start - 1]) for start, stop in pairwise(stops)]
-        total = sum(times)
-        spread = sum((time / total) ** 2 for time in times) if total else 0.0
+        total = math.fsum(times)
+        spread = math.fsum((time / total) ** 2 for time in times) if total else 0.0
         cells = sum((stop - start) ** 2 for start, stop in pairwise(stops))
         return _round_digits(total), _round_digits(spread), cells
 

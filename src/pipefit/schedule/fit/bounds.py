@@ -32,6 +32,7 @@ is reduced by the additional time of the slower choice, so that the inequality h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -245,13 +246,13 @@ def _lane_bound(least: LeastTimes, paths: LongestPaths, lane: int) -> LowerBound
 def _join_windows(work: float, before: Windows, after: Windows) -> tuple[float, tuple[float, float]]:
     """Return (bound, idle times before and after): both windows count together once they cannot overlap."""
     parts = max((before[-1][1], 0.0), (0.0, after[-1][1]), key=sum)
-    best = work + sum(parts)
+    best = work + fsum(parts)
     while True:
         pairs = [(idle, late) for length, idle in before for late_length, late in after if length + late_length <= best]
         top = max(pairs, key=sum)
-        if sum(top) <= sum(parts):
+        if fsum(top) <= fsum(parts):
             return best, parts
-        best, parts = work + sum(top), top
+        best, parts = work + fsum(top), top
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +389,7 @@ def _priced_work(tables: list[tuple[Floats, Floats]], limit: float) -> float:
     if len(prices) > 40:
         prices = prices[np.linspace(0, len(prices) - 1, 40).round().astype(int)]
     return min(
-        float(price * limit + sum(float((work - price * level).max()) for work, level in tables))
+        float(price * limit + fsum(float((work - price * level).max()) for work, level in tables))
         for price in prices.tolist()
     )
 

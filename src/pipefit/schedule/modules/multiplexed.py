@@ -19,7 +19,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, fsum
 
 import numpy as np
 
@@ -190,7 +190,7 @@ class _LaneClock:
         flying = lead = 0
         if feeds >= 0:
             flying = _in_flight(pipeline, feeds)
-            each_s = turn.multiple * max(float(sum(self.time_s[kind][feeds].mean() for kind in ("F", "B"))), 1e-12)
+            each_s = turn.multiple * max(float(fsum(self.time_s[kind][feeds].mean() for kind in ("F", "B"))), 1e-12)
             lead = turn.multiple * ceil(float(self.time_s["F"][stage].max()) / each_s)
         return _TurnStage(
             stage=stage,

@@ -204,7 +204,9 @@ def cost_table(published: PublishedProfile, plan: MeasuredPlan, slowdown: float)
     """Build the costs of every stage from the profile; sends and receives block the lane."""
     shards = str(plan.tp[0])
     profile, sizes = published.profile[str(plan.micro_batch)][shards], published.layers[shards]
-    sums = [[sum(profile[layer][column] for layer in stage) for stage in plan.stage_layers()] for column in range(3)]
+    sums = [
+        [math.fsum(profile[layer][column] for layer in stage) for stage in plan.stage_layers()] for column in range(3)
+    ]
     gradients = [float(sum(sizes[str(layer)].params_bytes for layer in stage)) for stage in plan.stage_layers()]
     held = stage_bytes(published, plan)
     size = float(sizes["1"].act_output_bytes * plan.micro_batch)

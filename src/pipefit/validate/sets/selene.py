@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import fsum
 from typing import Any
 
 import numpy as np
@@ -231,7 +232,7 @@ def _memory_rows(case: PublishedCase) -> list[ValidationRow]:
     elements = case.layers / case.pp * matrix_elements(_device_graph(case, "none"))
     parts = static_parts(elements, 0, 1.0, "bfloat16", find_optimizer(DEFAULT))
     predicted = {
-        MEMORY[0]: sum(value for part, value in parts.items() if part != "workspace"),
+        MEMORY[0]: fsum(value for part, value in parts.items() if part != "workspace"),
         MEMORY[1]: peak_bytes(case, "none"),
         MEMORY[2]: peak_bytes(case, "selective_sequence_parallel"),
     }

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum
 
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
@@ -66,7 +67,7 @@ class GroupLowerBounds:
         """Return the time of all layers of a microbatch on the slowest group of a lane."""
         key = (self.lane_key(lane), rows, microbatches, recompute)
         if key not in self._groups:
-            slowest = max(1 / sum(1 / self.whole_s(device, rows, recompute) for device in group) for group in lane)
+            slowest = max(1 / fsum(1 / self.whole_s(device, rows, recompute) for device in group) for group in lane)
             self._groups[key] = slowest + (self._moved_s(lane, rows, microbatches) if len(lane[0]) > 1 else 0.0)
         return self._groups[key]
 
@@ -104,7 +105,7 @@ class GroupLowerBounds:
         kind."""
         if any(whole_s == float("inf") for _, whole_s in lanes):
             return LaneLoads(float("inf"), float("inf"))
-        even_s = 1 / sum(count / whole_s for count, whole_s in lanes)
+        even_s = 1 / fsum(count / whole_s for count, whole_s in lanes)
         block_times = [(count, self._layer_fraction * whole_s) for count, whole_s in lanes]
         cut_s = even_s
         while sum(count * int(cut_s / block_s * EXACT) for count, block_s in block_times) < self._blocks:
@@ -116,7 +117,9 @@ class GroupLowerBounds:
         share = state_share(sharded_state, (1,) * layout.replica_count)
         stays = float(self.context.layer_cutter.layer_static_bytes(self.job, share).sum())
         kinds = self.context.network.kinds
-        return stays <= sum(kinds[device].memory_bytes - WORKSPACE_BYTES for lane in layout.lanes for device in lane[0])
+        return stays <= fsum(
+            kinds[device].memory_bytes - WORKSPACE_BYTES for lane in layout.lanes for device in lane[0]
+        )
 
     @cached_property
     def _layer_fraction(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import fsum
 
 from pipefit.cost.comm.network import Network
 from pipefit.layout import IDENTITY, Mesh, MeshAxis, TensorForm, box_size, parse_form, transfer_moves
@@ -69,7 +70,7 @@ def _common_forms(
         forms = tuple(wanted if len(lane.devices) > 1 else IDENTITY for lane in lanes)
         if any(form not in lane.cost_s for form, lane in zip(forms, lanes, strict=True)):
             continue
-        total = sum(lane.cost_s[form] for form, lane in zip(forms, lanes, strict=True))
+        total = fsum(lane.cost_s[form] for form, lane in zip(forms, lanes, strict=True))
         for a, b in pairwise(placement):
             passing = 0.0 if a == b else pass_s(network, (lanes[a], forms[a]), (lanes[b], forms[b]), shape, width)
             total = float("inf") if passing is None else total + passing

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
@@ -230,7 +231,7 @@ class GroupSearch:
                 lane=lane,
                 rows=rows,
                 microbatches=count,
-                part=rate / sum(rates),
+                part=rate / fsum(rates),
                 tied_whole=self.tied and len(rates) > 1,
             )
             if len(lane[0]) > 1
