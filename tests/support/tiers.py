@@ -14,14 +14,14 @@ from tests.support.durations import Durations
 
 TIERS = ("quick", "default", "all")
 
-DEFAULT_BUDGET_S = 1260.0
-"""Recorded seconds of all tests of the default tier: ten and a half minutes on two cores."""
+DEFAULT_BUDGET_S = 1140.0
+"""Recorded seconds of all tests of the default tier: nine and a half minutes on two cores."""
 
-FAMILY_S = 3.0
+FAMILY_S = 2.0
 """Recorded seconds that one test may take in the default tier with all of its parameters; of a test that takes more,
 so many parameters run there as fit, evenly spread, and at least one of them."""
 
-LONGEST_S = 6.0
+LONGEST_S = 4.0
 """The longest test of the default tier; a file whose tests are all longer keeps its shortest one."""
 
 ALONE_S = 3.0
