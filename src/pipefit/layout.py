@@ -38,7 +38,8 @@ class MeshAxis:
     """One named axis of a device mesh."""
 
     name: AxisName
-    "`replica`: data parallelism over rows. `context`: parts of sequences. `shard`: tensor parallelism (SPMD)."
+    """`replica`: data parallelism over rows. `context`: parts of sequences. `expert`: data parallelism over rows among
+    devices that divide experts. `shard`: tensor parallelism (SPMD)."""
     shares: tuple[int, ...]
     "Relative weights, one per position along the axis: (1, 1, 1) is even, (2, 1) gives the first position two thirds."
 

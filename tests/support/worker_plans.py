@@ -56,6 +56,7 @@ CONFIGS = {
     "gpt2": GPT2,
     "mixtral": MIXTRAL,
     "qwen3-moe": QWEN3_MOE,
+    "eight-experts": MIXTRAL | {"num_local_experts": 8, "num_key_value_heads": 4},
     "mistral": MISTRAL,
     "dropout": GPT2 | {"embd_pdrop": 0.2, "resid_pdrop": 0.3},
 }

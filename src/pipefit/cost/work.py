@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipefit.layout import Mesh
+from pipefit.layout import AxisName, Mesh
 from pipefit.model.graph import Graph
 from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
@@ -29,6 +29,9 @@ class ParameterCounts:
     frozen: tuple[int, ...]
     whole: tuple[int, ...]
     "Trainable elements that are replicated over the shard axis: their gradients are summed over it."
+    spread: tuple[int, ...] = (0,)
+    """Trainable elements that are replicated over the axis that divides rows and experts (`StageWork.row_axis`): their
+    gradients and state are summed and sharded over it, together with the replicas."""
     shared_state_bytes: float = 0.0
     "Bytes of optimizer state that every device keeps, whatever part of a parameter it stores."
 
@@ -42,7 +45,7 @@ class StageWork:
     layers: tuple[tuple[Graph, ...], ...]
     "[layer][position of the shard axis]; one entry if the layer is not sharded."
     rows: tuple[int, ...]
-    "Rows of one microbatch on each position of the replica axis."
+    "Rows of one microbatch on each position of the replica axis, those of all positions of an expert axis together."
     slices: tuple[int, ...]
     "Tokens of each slice of one row."
     recompute: Recompute
@@ -52,8 +55,8 @@ class StageWork:
     sharded_elements: tuple[tuple[int, ...], ...] = ()
     """[layer][position of the shard axis]: trained elements of parameters of this layer alone. The replicas shard their
     gradients, and their parameters under ZeRO-3. Empty: gradients are not sharded."""
-    sharded_whole: tuple[int, ...] = ()
-    "[layer]: those of these elements that are replicated over the shard axis."
+    sharded_spread: tuple[int, ...] = ()
+    "[layer]: those of these elements that are replicated over the axis that divides rows and experts."
     shares: tuple[tuple[int, ...], ...] = ()
     "Shares of every layer along the shard axis, where they differ from the mesh's; empty: the mesh's."
 
@@ -72,8 +75,8 @@ class StageWork:
     "Number of neighbouring replicas (and parts of sequences) that shard the state together; 0: all of them."
 
     splits_rows: bool = False
-    """The shard axis divides the rows of a replica (expert parallelism). Gradients and state of the parameters that are
-    replicated over it are summed and sharded over the replicas and the shard axis together."""
+    """The shard axis divides the rows of a replica (expert parallelism), as an expert axis beside it would. Gradients
+    and state of the parameters that are replicated over that axis are summed and sharded over it and the replicas."""
 
     @property
     def context_parts(self) -> int:
@@ -92,18 +95,32 @@ class StageWork:
         return (1,) * self.state_group or self.data_shares
 
     @property
-    def row_parts(self) -> int:
-        """Return the number of devices of the shard axis among which the rows of a replica are divided."""
-        return self.group.find_axis("shard").size if self.splits_rows else 1
+    def expert_parts(self) -> int:
+        """Return the size of the expert axis."""
+        return self.group.find_axis("expert").size
 
     @property
-    def whole_part(self) -> float:
-        """Return the part of the trained elements that remains on a device if the shard axis divides the replicated
-        ones; 1 if it does not divide rows."""
-        if not self.splits_rows or not max(self.parameters.trainable):
+    def row_axis(self) -> AxisName:
+        """Return the axis that divides the rows of a replica and the experts, if one does."""
+        return "shard" if self.splits_rows else "expert"
+
+    @property
+    def row_parts(self) -> int:
+        """Return the number of parts of the rows of a replica: the size of `row_axis`."""
+        return self.group.find_axis(self.row_axis).size
+
+    @property
+    def spread_part(self) -> float:
+        """Return the part of the trained elements that remains on a device if `row_axis` divides the state of those
+        that are replicated over it; 1 without such an axis."""
+        if self.row_parts == 1 or not max(self.parameters.trainable):
             return 1.0
-        away = max(self.parameters.whole) * (1.0 - 1.0 / self.row_parts)
+        away = max(self.parameters.spread) * (1.0 - 1.0 / self.row_parts)
         return 1.0 - away / max(self.parameters.trainable)
+
+    def part_rows(self, replica: int) -> int:
+        """Return the rows of a microbatch at one position of a replica's expert axis."""
+        return self.rows[replica] // self.expert_parts
 
     @property
     def shards_state(self) -> bool:
@@ -132,16 +149,16 @@ class StageWork:
         return self.reduced_elements if self.sharded_state == "parameters" else max(self.parameters.trainable)
 
     @property
-    def whole_elements(self) -> int:
-        """Return those of `reduced_elements` that are replicated over the shard axis."""
-        return max(self.parameters.whole) - (sum(self.sharded_whole) if self.has_sharded_layers else 0)
+    def reduced_spread(self) -> int:
+        """Return those of `reduced_elements` that are replicated over `row_axis`."""
+        return max(self.parameters.spread) - (sum(self.sharded_spread) if self.has_sharded_layers else 0)
 
     @property
-    def gathered_whole(self) -> int:
-        """Return those of `gathered_elements` that are replicated over the shard axis."""
+    def gathered_spread(self) -> int:
+        """Return those of `gathered_elements` that are replicated over `row_axis`."""
         if not self.shards_state:
             return 0
-        return self.whole_elements if self.sharded_state == "parameters" else max(self.parameters.whole)
+        return self.reduced_spread if self.sharded_state == "parameters" else max(self.parameters.spread)
 
     @property
     def copied_elements(self) -> float:

@@ -59,10 +59,17 @@ class FeedArrays:
 
 
 def feed_arrays(
-    corpus: RowReader, plan: StepPlan, stage: int, microbatch: int, replica: int, slice_: int = 0
+    corpus: RowReader,
+    plan: StepPlan,
+    stage: int,
+    microbatch: int,
+    replica: int,
+    slice_: int = 0,
+    part: tuple[int, int] = (0, 1),
 ) -> FeedArrays:
-    """Return the arrays for F of (stage, microbatch, slice_) on one replica of the stage's mesh; B may be 0."""
-    start, stop = plan.batch_run(stage, microbatch, replica)
+    """Return the arrays for F of (stage, microbatch, slice_) on one replica of the stage's mesh; B may be 0. `part`:
+    (position, size) of an expert axis that divides the rows."""
+    start, stop = take_part(plan.batch_run(stage, microbatch, replica), *part)
     first, last = plan.slice_runs[slice_]
     block = np.full((stop - start, plan.shape.sequence_length + 1), IGNORE, dtype=np.int64)
     for index, row in enumerate(plan.rows[start:stop]):
@@ -76,6 +83,12 @@ def feed_arrays(
         documents_BT=document_starts(block, corpus.separator)[:, first:last] if plan.shape.apart else None,
         rows_B=np.arange(start, stop, dtype=np.int64),
     )
+
+
+def take_part(run: Run, position: int, parts: int) -> Run:
+    """Return one of the equal parts of a run of rows."""
+    start, size = run[0], (run[1] - run[0]) // parts
+    return start + position * size, start + (position + 1) * size
 
 
 def document_starts(tokens_BT: NDArray[np.int64], separator: int | None) -> NDArray[np.int64]:

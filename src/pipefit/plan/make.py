@@ -16,7 +16,7 @@ from pipefit.errors import PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import add_prediction
 from pipefit.plan.assemble.shard_recipes import request_from_constraints
-from pipefit.plan.candidates.space import check_space
+from pipefit.plan.candidates.space_checks import check_space
 from pipefit.plan.evaluate.garbage_collection import defer_collection
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -270,6 +270,8 @@ def prepare_request(
     _check_pins(context, job, constraints)
     if splits_rows(constraints.sharding):
         check_experts(context.model, constraints.shards or (1,), "--fix shards, sharding")
+    elif constraints.expert_size > 1:
+        check_experts(context.model, constraints.shards or (1,), "--fix expert, shards", constraints.expert_size)
     context.split_sequences(constraints.context_size)
     if constraints.sharding == "searched":
         request = request_from_constraints(constraints, job, device_count(context.cluster))

@@ -21,13 +21,14 @@ from pipefit.cost.comm.lowerings import lowerings_over
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.cost.pipeline.context_traffic import context_symbols, gathered_bytes
-from pipefit.cost.pipeline.rings import context_rings, copy_rings, shard_rings, split_elements
+from pipefit.cost.pipeline.rings import context_rings, copy_rings, expert_rings, shard_rings, split_elements
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split_by_shares
 from pipefit.model.analysis.saved import kept_values
 from pipefit.model.graph import LOCAL
 from pipefit.model.ops.kind import Said
+from pipefit.model.ops.moe import EXPERT_EXCHANGE
 from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.precision import Precision
@@ -73,6 +74,7 @@ def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Ste
             traffic.add_bytes(source, target, size, "reduction")
     for stage in work.stages:
         _add_shard_collectives(traffic, stage, work, network, microbatches)
+        _add_expert_exchanges(traffic, stage, work, network, microbatches)
         _add_context_collectives(traffic, stage, work, network, microbatches)
         _add_reductions(traffic, stage, work, network)
         _add_sharded_layers(traffic, stage, work, network, microbatches)
@@ -88,6 +90,8 @@ def _add_shard_collectives(
         for times, symbols in _slice_sizes(stage, stage.group.axis_position(ring[0], "replica"), microbatches):
             lowerings, passed = lowerings_over(network, [ring]), Counter[str]()
             for shares, (kind, size, how, units) in _layer_collectives(stage, symbols, work.precision):
+                if kind == EXPERT_EXCHANGE:  # over other rings
+                    continue
                 if kind == RESHARE:  # for these, units are shares
                     parts: list[tuple[float, ...]] = [units[: len(ring)], units[len(ring) :]]
                 else:
@@ -100,6 +104,19 @@ def _add_shard_collectives(
                         traffic.add_bytes(ring[i], ring[j], part, "shards")
             for kind, size in passed.items():
                 _add_ring(traffic, ring, size * times, "shards", network, kind)
+
+
+def _add_expert_exchanges(
+    traffic: StepTraffic, stage: StageWork, work: PipelineWork, network: Network, microbatches: int
+) -> None:
+    """Add the exchanges of tokens over an expert axis and its shards."""
+    for ring in expert_rings(stage) if stage.expert_parts > 1 else ():
+        lowerings, parts = lowerings_over(network, [ring]), (1.0 / len(ring),) * len(ring)
+        for times, symbols in _slice_sizes(stage, stage.group.axis_position(ring[0], "replica"), microbatches):
+            for _, (kind, size, how, _) in _layer_collectives(stage, symbols, work.precision):
+                if kind == EXPERT_EXCHANGE:
+                    for i, j, part in lowerings.sent_messages("all_to_all", how, size * times, parts, parts):
+                        traffic.add_bytes(ring[i], ring[j], part, "shards")
 
 
 def _add_context_collectives(
@@ -127,7 +144,7 @@ def _slice_sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[
         for tokens, past in zip(stage.slices, _slice_starts(stage.slices), strict=True):
             local = tokens // stage.context_parts
             parts = dict(context_symbols(stage.context_parts))
-            yield microbatches, {"B": stage.rows[replica], "T": local, "P": past, **dict(stage.symbols), **parts}
+            yield microbatches, {"B": stage.part_rows(replica), "T": local, "P": past, **dict(stage.symbols), **parts}
 
 
 def _layer_collectives(
@@ -164,10 +181,10 @@ def _add_reductions(traffic: StepTraffic, stage: StageWork, work: PipelineWork, 
     for ring in copy_rings(stage):
         _add_ring(traffic, ring, 2 * stage.copied_elements * width, "reduction", network, "all_reduce")
     passes, kind = (1, "reduce_scatter") if stage.shards_state and not network.over_gloo else (2, "all_reduce")
-    for elements, rings in split_elements(stage, stage.reduced_elements, stage.whole_elements):
+    for elements, rings in split_elements(stage, stage.reduced_elements, stage.reduced_spread):
         for ring in rings:
             _add_ring(traffic, ring, elements * width * passes, "reduction", network, kind)
-    for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_whole):
+    for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_spread):
         for ring in rings if elements else ():
             _add_ring(traffic, ring, elements * COMPUTE_BYTES[work.precision], "parameters", network, "all_gather")
 
@@ -181,7 +198,7 @@ def _add_sharded_layers(
     times = microbatches * len(stage.slices)
     total = sum(map(max, stage.sharded_elements))
     passes, kind = (2, "all_reduce") if network.over_gloo else (1, "reduce_scatter")
-    for elements, rings in split_elements(stage, total, sum(stage.sharded_whole)):
+    for elements, rings in split_elements(stage, total, sum(stage.sharded_spread)):
         for ring in rings:
             gradients = elements * GRADIENT_BYTES[work.precision] * passes * times
             _add_ring(traffic, ring, gradients, "reduction", network, kind)

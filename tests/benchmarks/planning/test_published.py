@@ -33,7 +33,7 @@ from benchmarks.planning.published_rows import (
 )
 from pipefit.cluster.kinds import RESERVED_SHARE
 from pipefit.cluster.topology import device_count
-from pipefit.errors import ClusterError, ModelError, PlanError
+from pipefit.errors import ClusterError, ModelError
 from pipefit.model.registry import resolve_model
 from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Plan
@@ -102,22 +102,26 @@ def test_unknown_degrees_stay_free() -> None:
     assert "recompute" not in " ".join(constraint_texts(ROWS["sc21-175b-zero3-384"]))
 
 
-def test_missing_axes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="Expert parallelism goes with tensor parallelism"):
-        parse_constraints(constraint_texts(ROWS["nemo-mixtral-8x22b"]), 256)
+def test_expert_parallelism_is_within_data_and_tensor_parallelism() -> None:
     constraints = parse_constraints(constraint_texts(ROWS["nemo-mixtral-8x7b"]), 256)
     assert (constraints.sharding, constraints.shard_count, constraints.replica_count) == ("expert", 8, 2)
+    constraints = parse_constraints(constraint_texts(ROWS["nemo-mixtral-8x22b"]), 256)
+    assert (constraints.sharding, constraints.shard_count, constraints.expert) == ("megatron-sp", 4, 2)
+    assert (constraints.replica_count, constraints.context) == (1, 8)
+
+
+def test_missing_devices_and_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="B200"):
         cluster_of(ROWS["bridge-llama3-8b-b200"], PUBLISHED)
     with pytest.raises(ModelError, match="not known"):
         resolve_model(model_source(ROWS["nemo-deepseek-v3"], PUBLISHED, tmp_path))
 
 
-def test_rows_lack_devices_models_and_expert_parallelism_alone(tmp_path: Path) -> None:
+def test_rows_lack_devices_and_models_alone(tmp_path: Path) -> None:
     maker = PlanMaker(PUBLISHED, RunLimits(pinned_s=1, free_s=1, max_devices=1), tmp_path)
     lacking = {row.name: {*find_obstacles(row, maker)} for row in PUBLISHED.rows}
-    assert set().union(*lacking.values()) == {"device", "model", "ep"}
-    assert lacking["bridge-deepseek-v3"] == {"model", "ep"} and lacking["bridge-qwen3-235b-gb300"] == {"device"}
+    assert set().union(*lacking.values()) == {"device", "model"}
+    assert lacking["bridge-deepseek-v3"] == {"model"} and lacking["bridge-qwen3-235b-gb300"] == {"device"}
     assert not lacking["sc21-1t"] and not lacking["titan-405b-cp8"]
     assert sum(not axes for axes in lacking.values()) >= 100
 

@@ -16,7 +16,8 @@ from pipefit.errors import PlanError, ScheduleError
 from pipefit.plan.bounds.sliced_bounds import min_sliced_in_flight, sliced_bound_s
 from pipefit.plan.bounds.step_bounds import table_bound_s
 from pipefit.plan.candidates.slicings import SequenceSlicer
-from pipefit.plan.candidates.space import check_space, iter_candidates, iter_grids
+from pipefit.plan.candidates.space import iter_candidates, iter_grids
+from pipefit.plan.candidates.space_checks import check_space
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext

@@ -9,7 +9,7 @@ from tests.support.plan_toys import toy_model
 
 from pipefit.cluster import parse_spec
 from pipefit.errors import PlanError
-from pipefit.plan.candidates.space import check_space
+from pipefit.plan.candidates.space_checks import check_space
 from pipefit.plan.make import make_plan
 from pipefit.plan.request.aliases import ALIASES, ROWS, UNAVAILABLE
 from pipefit.plan.request.constraints import KEYS, NO_CONSTRAINTS, Constraints, parse_constraints
@@ -44,6 +44,19 @@ JOB = Job(batch=12, sequence=64, precision="float32")
         ("ep=2 replicas=3", Constraints(shards=(1, 1), sharding="expert", replicas=(1, 1, 1))),
         ("ep=2 dp=4 mbs=1", Constraints(shards=(1, 1), sharding="expert", replicas=(1, 1), microbatches=3)),
         ("ep=8 tp=8", Constraints(shards=(1,) * 8, sharding="megatron-sp")),
+        ("ep=8 tp=2", Constraints(shards=(1, 1), sharding="megatron-sp", expert=4)),
+        ("ep=8 tp=2 dp=8", Constraints(shards=(1, 1), sharding="megatron-sp", expert=4, replicas=(1, 1))),
+        (
+            "ep=4 tp=2 fsdp=2 mbs=3",
+            Constraints(
+                shards=(1, 1),
+                sharding="megatron-sp",
+                expert=2,
+                replicas=(1,),
+                sharded_state="parameters",
+                microbatches=2,
+            ),
+        ),
         ("cp=2 tp=4", Constraints(context=2, shards=(1,) * 4)),
         ("vision.tp=2", Constraints(per_module={"vision": Constraints(shards=(1, 1))})),
     ],
@@ -73,7 +86,9 @@ def test_no_alias_hides_a_key() -> None:
         ("cp=2 context=4", ["different values", "cp=2 and context=4"]),
         ("ep=0", ["not a valid value for 'ep'"]),
         ("ep=many", ["not a valid value for 'ep'", "ep=many"]),
-        ("ep=8 tp=2", ["over the same devices", "tp=2 and ep=8", "tp=1, or tp=8"]),
+        ("ep=8 tp=3", ["tp divides ep", "tp=3 and ep=8", "tp of 1, 2, 4, 8, or ep=6"]),
+        ("ep=8 tp=2 dp=6", ["divides the devices of data parallelism", "dp=6 and tp=2 ep=8", "dp=4"]),
+        ("ep=8 tp=2 sp=false", ["different values", "ep=8 and sp=false"]),
         ("ep=8 mbs=2", ["add --fix dp=32"]),
         ("ep=2 dp=2:1", ["are a count", "dp=2:1 and ep=2", "replicas=2:1"]),
         ("ep=8 hsdp=8 dp=16", ["over all devices of a stage", "leave out state_group"]),

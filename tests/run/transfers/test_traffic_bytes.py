@@ -127,3 +127,10 @@ def test_tokens_that_go_to_their_experts(gloo_pool):
     plan, words = gathered("mixtral")
     assert "experts0" in words
     agree(sent(gloo_pool, plan, "mixtral"), counted(plan, "mixtral"), 0.1)
+
+
+def test_tokens_that_go_to_experts_of_an_expert_axis_and_its_shards(gloo_pool):
+    """Over all four devices, beside collectives over two and sums over other two."""
+    axes = {"expert": 2, "shards": (1, 1), "sharding": "megatron-sp"}
+    plan = plans.plan("mixtral", microbatches=2, **axes)
+    agree(sent(gloo_pool, plan, "mixtral"), counted(plan, "mixtral"), 0.1)

@@ -45,6 +45,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"stages": 2, "shards": (1, 1), "sharding": "expert", "sharded_state": "optimizer", "schedule": "1f1b"},
     ),
+    "experts divided beside tensors": (
+        "eight-experts",
+        {"stages": 2, "expert": 2, "shards": (1, 1), "sharding": "megatron-sp", "schedule": "1f1b"},
+    ),
     "uneven replicas": ("wide", {"stages": 2, "replicas": (2, 1), "schedule": "1f1b"}),
     "eight": ("deep", {"stages": 4, "replicas": (1, 1), "schedule": "1f1b", "sharded_state": "optimizer"}),
 }

@@ -37,6 +37,7 @@ CONFIGS |= {"wide": CONFIGS["tied"] | {"vocab_size": 8192}, "wide untied": LLAMA
 CONFIGS["long"] = LLAMA | {"vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 V = (0, 1, 2, 2, 1, 0)
 EXPERTS = {"shards": (1, 1), "sharding": "expert"}
+AXIS = {"expert": 2, "shards": (1, 1), "sharding": "megatron-sp", "microbatches": 2}
 GROUPS = {"replicas": (1, 1), "context": 2, "state_group": 2}
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -57,6 +58,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         3,
         EXPERTS | {"replicas": (1, 1), "microbatches": 2, "sharded_state": "optimizer", "recompute": ("full",)},
     ),
+    "experts divided beside tensors": ("experts", 0, AXIS),
+    "experts divided beside tensors, 2 stages": ("experts", 5, AXIS | {"stages": 2, "schedule": "1f1b"}),
+    "narrow experts divided beside tensors": ("narrow experts", 1, AXIS | {"recompute": ("selective",)}),
+    "split state, experts divided beside tensors": ("experts", 2, AXIS | {"sharded_state": "optimizer"}),
     "experts divided with tokens": ("experts", 0, {"shards": (1, 1), "sharding": "megatron-sp", "stages": 2}),
     "shards": ("tied", 0, {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
     "few activations, split state": (
@@ -100,6 +105,7 @@ LAYERS_IN_GROUPS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "split gradients, 2 stages": ("gpt2", 5, GROUPS | {"stages": 2, "sharded_state": "gradients"}),
     "split parameters": ("wide untied", 2, GROUPS | {"sharded_state": "parameters"}),
     "split gradients, experts divided": ("experts", 1, EXPERTS | {"sharded_state": "gradients"}),
+    "split gradients, experts divided beside tensors": ("experts", 1, AXIS | {"sharded_state": "gradients"}),
     "split parameters, experts divided": ("narrow experts", 0, EXPERTS | {"sharded_state": "parameters"}),
     "bfloat16, split parameters": ("gpt2", 3, GROUPS | {"sharded_state": "parameters"}),
 }

@@ -34,14 +34,14 @@ def stage_holdings(stage: StageWork, network: Network) -> Mapping[str, StageHold
     """Return the holding of every device kind in the stage's mesh, by name."""
     names = [axis.name for axis in stage.group.axes]
     shares, total = stage.group.find_axis("replica").shares, sum(stage.data_shares)
-    part, whole_part = 1.0 / stage.state_group if stage.state_group else 0.0, stage.whole_part
+    part, spread_part = 1.0 / stage.state_group if stage.state_group else 0.0, stage.spread_part
     even = stage.group.find_axis("shard").is_even
     holdings: dict[str, StageHolding] = {}
     places = itertools.product(*(range(axis.size) for axis in stage.group.axes))
     for device, coordinates in zip(stage.group.devices, places, strict=True):
         replica = coordinates[names.index("replica")] if "replica" in names else 0
         position = () if even else (coordinates[names.index("shard")],)
-        share = (part or shares[replica] / total) * whole_part if stage.shards_state else 1.0
+        share = (part or shares[replica] / total) * spread_part if stage.shards_state else 1.0
         known = holdings.get(network.kinds[device].name, StageHolding(0, (), 0.0))
         positions = known.positions if {*position} <= {*known.positions} else (*known.positions, *position)
         holdings[network.kinds[device].name] = StageHolding(
@@ -98,9 +98,9 @@ def _stage_parts(stage: StageWork, position: int, share: float, work: PipelineWo
     if stage.has_sharded_layers:
         sharded = sum(counts[min(position, len(counts) - 1)] for counts in stage.sharded_elements)
         away = (1.0 - share) * sharded
-        if stage.splits_rows:  # `share` is that of all parameters of the stage, of which some may not be sharded
-            replicated = sum(stage.sharded_whole) * (1.0 - 1.0 / stage.row_parts)
-            away = sharded - share / stage.whole_part * (sharded - replicated)
+        if stage.row_parts > 1:  # `share` is that of all parameters of the stage, of which some may not be sharded
+            spread = sum(stage.sharded_spread) * (1.0 - 1.0 / stage.row_parts)
+            away = sharded - share / stage.spread_part * (sharded - spread)
         parts["gradients"] -= away * GRADIENT_BYTES[work.precision]
         if stage.sharded_state == "parameters":
             parts["parameters"] -= away * COMPUTE_BYTES[work.precision]

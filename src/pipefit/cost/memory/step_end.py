@@ -32,7 +32,7 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
         shared = sum(
             tied.elements for tied in tied_groups if len({work.stages[member].lane for member in tied.stages}) > 1
         )
-        scattered = stage.reduced_elements if len(stage.data_shares) > 1 else stage.whole_elements
+        scattered = stage.reduced_elements if len(stage.data_shares) > 1 else stage.reduced_spread
         copy_bytes.append(float((scattered - shared) * width) if copies else 0.0)
     return tuple(copy_bytes)
 
@@ -41,7 +41,7 @@ def stage_state_share(stage: StageWork) -> float:
     """Return the largest part of the optimizer state on one device."""
     if not stage.shards_state:
         return 1.0
-    return state_share(stage.sharded_state, stage.state_shares).part * stage.whole_part
+    return state_share(stage.sharded_state, stage.state_shares).part * stage.spread_part
 
 
 def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from pipefit.cost.comm.collectives import pass_levels, runs_backwards
 from pipefit.cost.comm.network import Network, Port
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.edges import edge_times
-from pipefit.cost.pipeline.rings import context_rings, copy_rings, shard_rings, split_elements
+from pipefit.cost.pipeline.rings import context_rings, copy_rings, expert_rings, shard_rings, split_elements
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
 from pipefit.cost.pipeline.table import collective_shares, stage_cost_key, stage_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
@@ -105,9 +105,10 @@ def _replica_works(work: PipelineWork) -> list[PipelineWork]:
     """Return the work of every replica, or all work as one.
 
     All replicas run in step if there are too many of them, if they exchange rows, or if they meet in every microbatch
-    to gather parameters or sum gradients (ZeRO-2 and 3).
+    to gather parameters or sum gradients (ZeRO-2 and 3). Those with an expert axis are taken to exchange tokens at the
+    same time, too.
     """
-    if any(stage.has_sharded_layers for stage in work.stages):
+    if any(stage.has_sharded_layers or stage.expert_parts > 1 for stage in work.stages):
         return [work]
     counts = {stage.group.find_axis("replica").size for stage in work.stages}
     if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
@@ -261,13 +262,13 @@ def _reduction_flows(
     operation, passes = ("reduce_scatter", 1) if stage.shards_state else ("all_reduce", 2)
     jobs: list[tuple[str, str, Sequence[Sequence[int]], int, float]] = [
         ("REDUCE", operation, rings, passes, float(elements) * width)
-        for elements, rings in split_elements(stage, stage.reduced_elements, stage.whole_elements)
+        for elements, rings in split_elements(stage, stage.reduced_elements, stage.reduced_spread)
         if len(rings[0]) > 1
     ]
     if stage.shards_state:
         jobs += [
             ("GATHER", "all_gather", rings, 1, float(elements) * COMPUTE_BYTES[work.precision])
-            for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_whole)
+            for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_spread)
             if len(rings[0]) > 1
         ]
     if copies := copy_rings(stage):
@@ -291,17 +292,19 @@ def _reduction_flows(
 def _action_flows(
     index: int, pipeline: int, work: PipelineWork, beside: Rings, network: Network, layers: LayerCosts
 ) -> dict[FlowKey, _UnnumberedFlow]:
-    """Return the actions of a stage with collectives as flows: one ring at a time through each shard group, or without
-    shards through each group of devices with parts of the same sequences.
+    """Return the actions of a stage with collectives as flows: one ring at a time through each shard group (all shards
+    of an expert axis are one), or without shards through each group of devices with parts of the same sequences.
 
     `beside` are the rings with concurrent collectives, which the times of the actions already include.
     """
-    stage = work.stages[index]
+    stage, competing = work.stages[index], beside
     rings = shard_rings(stage)
-    if stage.group.find_axis("shard").size == 1:
+    if stage.expert_parts > 1:  # one pipeline: these are all rings with concurrent collectives
+        rings = beside = expert_rings(stage)
+    elif stage.group.find_axis("shard").size == 1:
         if stage.context_parts == 1:
             return {}
-        rings = beside = context_rings(stage)
+        rings = beside = competing = context_rings(stage)
     _, loads = _loads_of(network, "all_gather", rings)
     slowest = max((load_s for _, load_s in _loads_of(network, "all_gather", beside)[1]), default=0.0)
     if slowest <= 0.0:
@@ -311,7 +314,7 @@ def _action_flows(
         (kind, index, slice_, pipeline): _UnnumberedFlow(
             {port: part * load_s / slowest for port, load_s in loads}, 1.0, bytes_per_s, None
         )
-        for slice_, parts in enumerate(collective_shares(stage, work, network, layers, beside))
+        for slice_, parts in enumerate(collective_shares(stage, work, network, layers, competing))
         for kind, part in parts.items()
         if part > 0.0
     }

@@ -21,8 +21,8 @@ from pipefit.cost.work import PipelineWork, StageWork
 def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     """Return the seconds to sum the stage's gradients.
 
-    They are summed over the replicas and the parts of their sequences, and over the shard axis for parameters
-    replicated there: at once if it divides rows, else beforehand. Stages that take turns are summed together
+    They are summed over the replicas and the parts of their sequences, and over an axis that divides rows for
+    parameters replicated there, at once; over another shard axis beforehand. Stages that take turns are summed together
     (`cost/pipeline/turns.py`). Groups that shard the state sum their pieces with the other groups at last (`copies_s`).
     """
     if stage.turns > 1:
@@ -33,7 +33,7 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
         part = stage_state_share(stage) if stage.has_sharded_layers else 1.0
         total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * part * width)
     collective = reduce_scatter_s if stage.shards_state else all_reduce_s
-    for elements, rings in split_elements(stage, stage.reduced_elements, stage.whole_elements):
+    for elements, rings in split_elements(stage, stage.reduced_elements, stage.reduced_spread):
         if len(rings[0]) > 1 and (elements or not stage.has_sharded_layers):
             total += collective(network, rings, elements * width)
     return total + copies_s(stage, work, network)
@@ -56,7 +56,7 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     width = COMPUTE_BYTES[work.precision]
     return fsum(
         all_gather_s(network, rings, elements * width)
-        for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_whole)
+        for elements, rings in split_elements(stage, stage.gathered_elements, stage.gathered_spread)
         if len(rings[0]) > 1
     )
 

@@ -15,6 +15,11 @@ def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     return axis_rings(stage.group, "shard")
 
 
+def expert_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """Return the devices that divide the experts with each other: an expert axis and the shard axis together."""
+    return axis_rings(stage.group, "expert", "shard")
+
+
 def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """Return the devices that hold the same shard, of all rows and parts of sequences: one ring per shard position."""
     return axis_rings(stage.group, "replica", "context")
@@ -25,18 +30,15 @@ def state_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     return divide_rings(replica_rings(stage), stage.state_group)
 
 
-def split_elements(
-    stage: StageWork, elements: int, replicated: int
-) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
-    """Yield (elements, devices that sum or gather them together) of a device's elements, of which `replicated`
-    are replicated over the shard axis.
+def split_elements(stage: StageWork, elements: int, spread: int) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:
+    """Yield (elements, devices that sum or gather them together) of a device's elements, of which `spread` are
+    replicated over an axis that divides rows and experts.
 
-    The rings of the sharded state sum them. If the shard axis divides rows, all devices of the stage sum the
-    replicated ones.
+    The rings of the sharded state sum them. Those of the spread ones have all positions of that axis.
     """
-    if stage.splits_rows:
-        yield replicated, axis_rings(stage.group, "replica", "context", "shard")
-        elements -= replicated
+    if stage.row_parts > 1:
+        yield spread, axis_rings(stage.group, "replica", "context", stage.row_axis)
+        elements -= spread
     yield elements, state_rings(stage)
 
 

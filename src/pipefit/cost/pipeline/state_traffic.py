@@ -55,7 +55,7 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
     if not stage.has_sharded_layers:
         return None
     elements = [max(counts) for counts in stage.sharded_elements]
-    counts = list(zip(elements, stage.sharded_whole or (0,) * len(elements), strict=True))
+    counts = list(zip(elements, stage.sharded_spread or (0,) * len(elements), strict=True))
     gathers = stage.sharded_state == "parameters"
     widths = COMPUTE_BYTES[precision], GRADIENT_BYTES[precision]
     parts = {count: [(size, rings) for size, rings in split_elements(stage, *count) if size] for count in set(counts)}

@@ -12,7 +12,6 @@ from math import fsum, prod
 
 import numpy as np
 
-from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import stage_overhead_s
 from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
@@ -24,9 +23,10 @@ from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_state_share
 from pipefit.cost.pipeline.context_traffic import add_context_traffic, context_symbols, split_rings
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
+from pipefit.cost.pipeline.expert_traffic import collective_key, exchange_rings, stage_collective
 from pipefit.cost.pipeline.overlap import Piece, delay_pieces
 from pipefit.cost.pipeline.reductions import gather_s, hidden_reduction_s, reduce_s
-from pipefit.cost.pipeline.rings import context_rings, grid_positions, shard_rings
+from pipefit.cost.pipeline.rings import context_rings, expert_rings, grid_positions, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
 from pipefit.cost.pipeline.state_traffic import add_state_traffic, state_traffic
 from pipefit.cost.pipeline.turns import add_turn_costs
@@ -210,6 +210,7 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
     With a shard axis its links matter, and its devices if groups have unlike devices or leave their hosts.
     """
     rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else ()
+    rings += expert_rings(stage) if stage.expert_parts > 1 else ()
     rings += context_rings(stage) if stage.context_parts > 1 else ()
     group = replace(stage.group, devices=network.representative_devices(stage.group.devices))
     devices_key: object = group
@@ -219,7 +220,7 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
         devices_key = (kinds, network.representative_rings(rings))
     sharded: tuple[object, ...] = ()
     if stage.has_sharded_layers:
-        sharded = (stage.sharded_state, stage.sharded_elements, stage.sharded_whole, group, stage.state_group)
+        sharded = (stage.sharded_state, stage.sharded_elements, stage.sharded_spread, group, stage.state_group)
     more = stage.symbols, stage.packed, stage.frozen, sharded
     return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
 
@@ -250,11 +251,12 @@ def _costs_by_place(
     """Yield (kind, the cost of every layer) for each distinct device of the mesh. `silent`: free collectives."""
     sharded = stage.group.find_axis("shard").size > 1
     rings = network.representative_rings(rings or shard_rings(stage)) if sharded else None
+    exchanging = exchange_rings(stage, network)
     distinct_shares = {stage.shares_of(index) for index in range(len(stage.layers))}
     collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(distinct_shares)
     if rings:
         collectives = {
-            shares: free_collective if silent else shard_collective(network, rings, shares)
+            shares: free_collective if silent else stage_collective(network, rings, shares, exchanging)
             for shares in distinct_shares
         }
     earlier = sum(before < past for _, before in slice_places(stage.slices))
@@ -263,14 +265,14 @@ def _costs_by_place(
     symbols, tokens = (*stage.symbols, *context_symbols(parts)), tokens // parts
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
-        sizes = MicrobatchShape(stage.rows[replica], tokens, past, tokens, earlier, 0, later, symbols)
+        sizes = MicrobatchShape(stage.part_rows(replica), tokens, past, tokens, earlier, 0, later, symbols)
         places, costs = {shares: _part_shape(stage, sizes, shares, position) for shares in collectives}, []
         known: dict[tuple[int, tuple[int, ...], bool], LayerCost] = {}
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             layer_key = id(graph), shares, index < stage.frozen
             if layer_key not in known:
-                key, shape = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
+                key, shape = SILENT if silent else collective_key(stage, rings, shares, exchanging), places[shares]
                 query = LayerQuery(graph, shape, kind, precision, stage.recompute, collectives[shares], key)
                 cost = add_context_traffic(layers.layer_cost(query), query, context, network)
                 known[layer_key] = without_backward(cost) if index < stage.frozen else cost

@@ -27,6 +27,12 @@ from functools import partial
 from pipefit.model.graph import Operator
 from pipefit.model.ops.kind import Flops, InternalCollectives, OperatorCall, OperatorKind, same_shape
 
+EXPERT_PARTS = "expert_parts"
+"""The attribute with the number of positions of an expert axis, if it divides the experts together with the shards."""
+
+EXPERT_EXCHANGE = "expert_exchange"
+"""The all-to-all over the devices of an expert axis and their shards, in the collectives of `moe_shard`."""
+
 
 def _expert_sizes(call: OperatorCall) -> tuple[int, int, int, int, int]:
     """(tokens, features, routed experts, features of an expert, selected pairs of the local experts). Routing is
@@ -35,7 +41,8 @@ def _expert_sizes(call: OperatorCall) -> tuple[int, int, int, int, int]:
     assert x is not None and router is not None and down is not None
     tokens = math.prod(x[:-1])
     experts, top = int(call.attributes["experts"]), int(call.attributes["top_k"])
-    everyone = tokens if down[0] == experts else call.symbols["B"] * call.symbols["T"]
+    parts = int(call.attributes.get(EXPERT_PARTS, 1))
+    everyone = tokens if down[0] == experts else call.symbols["B"] * call.symbols["T"] * parts
     return tokens, x[-1], router[0], down[2], everyone * top * down[0] // experts
 
 
@@ -90,9 +97,10 @@ def _deferred_peak(call: OperatorCall, freed: int = 2) -> int:
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     """All-to-alls of the pairs' inputs to the experts and of their outputs back; the same for both gradients."""
     _, features, experts, _, _ = _expert_sizes(call)
-    tokens = call.symbols["B"] * call.symbols["T"]
+    parts = int(call.attributes.get(EXPERT_PARTS, 1))
+    tokens = call.symbols["B"] * call.symbols["T"] * parts
     size = float(tokens * int(call.attributes["top_k"]) * features * call.compute_bytes)
-    exchange = "all_to_all", size, "alltoallv", (tokens, experts)
+    exchange = "all_to_all" if parts == 1 else EXPERT_EXCHANGE, size, "alltoallv", (tokens, experts)
     return InternalCollectives(forward=(exchange, exchange), input_gradient=(exchange, exchange))
 
 
@@ -105,6 +113,7 @@ _MOE = OperatorKind(
         "top_k": "experts per token",
         "normalize": "whether the selected probabilities are divided by their sum",
         "activation": "`silu` or `gelu`",
+        EXPERT_PARTS: "positions of an expert axis that divide the experts beside the shards, if there is one",
         "first": "the first expert whose weights are here, where they are a run; the result is then an addend",
     },
     shapes=same_shape,

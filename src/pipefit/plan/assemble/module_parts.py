@@ -156,7 +156,8 @@ def module_edges(
 
 def end_program(programs: ProgramCache, stage: Stage, shares: tuple[int, ...], end: int) -> LayerProgram:
     """Return the program of the first (0) or last (-1) layer of a stage."""
-    return programs.layer_program(programs.module_layers(stage.module, stage.layers)[end], sharding_key(stage), shares)
+    layer = programs.module_layers(stage.module, stage.layers)[end]
+    return programs.layer_program(layer, sharding_key(stage, None), shares)
 
 
 def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache) -> tuple[ParameterPlan, ...]:

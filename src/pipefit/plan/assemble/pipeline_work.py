@@ -94,13 +94,14 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         group, space = groups[stage.group], spaces[stage.space]
         layers = programs.module_layers(stage.module, stage.layers)
         shares = group.find_axis("shard").shares
-        layer_programs = [programs.layer_program(layer, sharding_key(stage), shares) for layer in layers]
+        key = sharding_key(stage, group)
+        layer_programs = [programs.layer_program(layer, key, shares) for layer in layers]
         check_layer_shares(layer_programs, shares, f"stages[{index}]")
         replicas = group.find_axis("replica").shares
-        named = programs.named_parameters(layers, sharding_key(stage), shares)
+        named = programs.named_parameters(layers, key, shares)
         sharded = ShardedCounts()
         if shards_gradients(parts.sharded_state[index]):
-            sharded = programs.sharded_counts(stage.module, layers, sharding_key(stage), shares)
+            sharded = programs.sharded_counts(stage.module, layers, key, shares)
         stages.append(
             StageWork(
                 lane=parts.placement[index],
@@ -112,7 +113,7 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 parameters=count_parameters(named.values(), len(shares), parts.job),
                 sharded_state=parts.sharded_state[index],
                 sharded_elements=sharded.elements,
-                sharded_whole=sharded.replicated,
+                sharded_spread=sharded.spread,
                 shares=layer_shares(layer_programs, shares),
                 symbols=(
                     *packed_symbols(

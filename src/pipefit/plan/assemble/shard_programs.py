@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import fsum, prod
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from pipefit.codec import content_digest
 from pipefit.cost.static_memory import shared_state_bytes
 from pipefit.cost.work import ParameterCounts
 from pipefit.errors import PlanError
-from pipefit.layout import TensorForm, split_by_shares
+from pipefit.layout import Mesh, TensorForm, split_by_shares
 from pipefit.model.graph import Graph, Layer, Model, ModelModule
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.optimizers import find_optimizer
-from pipefit.plan.request.expert_parts import EXPERT
-from pipefit.plan.types import Job, Stage
+from pipefit.plan.request.expert_parts import EXPERT, parts_of_key, program_key, splits_rows
+from pipefit.plan.types import Job, MeshPlan, Stage
 from pipefit.shard.program import ShardedGraph
 
 
@@ -42,6 +42,10 @@ class LayerProgram:
     "Shares by which the input hidden state is sharded."
     given_shares: tuple[int, ...] = ()
     "Shares by which the output hidden state is sharded."
+    expert_forms: Mapping[str, TensorForm] = field(default_factory=dict)
+    "Local name -> form along the expert axis, for the parameters that it divides. The graphs hold one position's part."
+    expert_parts: int = 1
+    "Size of the expert axis."
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,9 @@ class StoredParameter:
     "True if every position stores all of it, and its gradient is summed over them."
     shape: tuple[int, ...]
     "Global shape."
+    spread: bool = False
+    """True if devices that divide rows and experts with each other hold all of it. Its gradient and state are summed
+    and sharded over them, too."""
 
 
 class ShardedCounts(NamedTuple):
@@ -62,8 +69,8 @@ class ShardedCounts(NamedTuple):
 
     elements: tuple[tuple[int, ...], ...] = ()
     "[layer][position of the shard axis]."
-    replicated: tuple[int, ...] = ()
-    "[layer]: those that are replicated over the shard axis."
+    spread: tuple[int, ...] = ()
+    "[layer]: the ones replicated over the axis that divides rows and experts."
 
 
 class ProgramCache:
@@ -96,8 +103,8 @@ class ProgramCache:
         return {key: text for key, text in self.recipes.items() if key.rpartition("/")[0] in names}
 
     def layer_program(self, layer: Layer, sharding: str, shares: tuple[int, ...]) -> LayerProgram:
-        """Return the program of a layer. `shares` are those of the shard axis; `sharding` is a sharding of plans, or
-        `searched/NAME` for a named recipe set.
+        """Return the program of a layer. `shares` are those of the shard axis; `sharding` is a sharding of plans,
+        `searched/NAME` for a named recipe set, or `megatron-sp/ep4` beside an expert axis.
 
         Raises PlanError if the sharding is impossible (heads or sizes that the shares do not divide).
         """
@@ -112,6 +119,10 @@ class ProgramCache:
                 )
             elif sharding == EXPERT:
                 self._programs[key] = _expert_program(graph, shares)
+            elif (parts := parts_of_key(sharding)) > 1:
+                self._programs[key] = _expert_axis_program(
+                    graph, shares, parts, layer.graph in self.vocabulary_graphs(shares)
+                )
             else:
                 self._programs[key] = _megatron_program(
                     graph, shares, sharding == "megatron-sp", layer.graph in self.vocabulary_graphs(shares)
@@ -172,7 +183,7 @@ class ProgramCache:
         for layer in layers:
             key = (layer.graph, sharding, shares)
             if key not in self._counts:
-                self._counts[key] = _stored_parameters(self.layer_program(layer, sharding, shares))
+                self._counts[key] = _stored_parameters(self.layer_program(layer, sharding, shares), sharding)
             for local, count in self._counts[key].items():
                 named[layer.parameters[local]] = count
         return named
@@ -191,10 +202,10 @@ class ProgramCache:
         """Return the counts of layers of a module whose replicas shard gradients."""
         named = [self.named_parameters((layer,), sharding, shares) for layer in layers]
         uses, count = self.layer_uses(module), len(shares)
-        replicated = [{name: stored for name, stored in layer.items() if stored.whole} for layer in named]
+        spread = [{name: stored for name, stored in layer.items() if stored.spread} for layer in named]
         return ShardedCounts(
             sharded_elements(named, uses, count),
-            tuple(max(counts) for counts in sharded_elements(replicated, uses, count)),
+            tuple(max(counts) for counts in sharded_elements(spread, uses, count)),
         )
 
     def parameter_counts(
@@ -223,6 +234,7 @@ def count_parameters(stored: Collection[StoredParameter], num_shards: int, job: 
         trainable=tuple(sum(c.elements[p] for c in stored if c.trainable) for p in places),
         frozen=tuple(sum(c.elements[p] for c in stored if not c.trainable) for p in places),
         whole=tuple(sum(c.elements[p] for c in stored if c.trainable and c.whole) for p in places),
+        spread=tuple(sum(c.elements[p] for c in stored if c.trainable and c.spread) for p in places),
         shared_state_bytes=kept_state_bytes(stored, job) if job else 0.0,
     )
 
@@ -234,17 +246,24 @@ def kept_state_bytes(stored: Iterable[StoredParameter], job: Job) -> float:
 
 
 def whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:
-    """Return the global shape: the sum of the local sizes along the sharded dimension."""
+    """Return the global shape: the sum of the local sizes along the sharded dimension, times the size of an expert
+    axis along the one that it divides."""
     shape = list(program.graphs[0].find_parameter(name).shape)
-    form = program.parameters[name]
+    form, outer = program.parameters[name], program.expert_forms.get(name)
     if form.kind == "G" and form.dim is not None:
         shape[form.dim] = sum(graph.find_parameter(name).shape[form.dim] for graph in program.graphs)
+    if outer is not None and outer.dim is not None:
+        shape[outer.dim] *= program.expert_parts
     return tuple(shape)
 
 
-def sharding_key(stage: Stage) -> str:
-    """Return the sharding of a stage as a key of `ProgramCache`, with the name of its recipe set if it has one."""
-    return f"{stage.sharding}/{stage.recipes}" if stage.recipes else stage.sharding
+def sharding_key(stage: Stage, group: Mesh | MeshPlan | None) -> str:
+    """Return the sharding of a stage as a key of `ProgramCache`, with the name of its recipe set or the size of the
+    expert axis of its mesh, if it has one. None: a mesh without that axis."""
+    if stage.recipes:
+        return f"{stage.sharding}/{stage.recipes}"
+    axes = group.axes if group is not None else ()
+    return program_key(stage.sharding, next((len(axis.shares) for axis in axes if axis.name == "expert"), 1))
 
 
 def program_hash(programs: Sequence[LayerProgram]) -> str:
@@ -252,14 +271,24 @@ def program_hash(programs: Sequence[LayerProgram]) -> str:
     return content_digest([program.hash for program in programs])
 
 
-def _stored_parameters(program: LayerProgram) -> Mapping[str, StoredParameter]:
+def _stored_parameters(program: LayerProgram, sharding: str) -> Mapping[str, StoredParameter]:
     alike = reduced_nowhere(program.graphs[0])
+
+    def is_whole(name: str) -> bool:
+        return program.parameters[name].kind == "I" and name not in alike
+
+    def is_spread(name: str) -> bool:
+        return (
+            is_whole(name) if splits_rows(sharding) else program.expert_parts > 1 and name not in program.expert_forms
+        )
+
     return {
         spec.name: StoredParameter(
             elements=tuple(prod(graph.find_parameter(spec.name).shape) for graph in program.graphs),
             trainable=spec.trainable,
-            whole=program.parameters[spec.name].kind == "I" and spec.name not in alike,
+            whole=is_whole(spec.name),
             shape=whole_shape(program, spec.name),
+            spread=is_spread(spec.name),
         )
         for spec in program.graphs[0].parameters
     }
@@ -283,6 +312,14 @@ def _expert_program(graph: Graph, shares: tuple[int, ...]) -> LayerProgram:
     from pipefit.shard.experts import expert_program
 
     return _to_layer_program(expert_program(graph, shares))
+
+
+def _expert_axis_program(graph: Graph, shares: tuple[int, ...], parts: int, split_vocabulary: bool) -> LayerProgram:
+    from pipefit.shard.experts import divide_experts
+
+    one_part, forms = divide_experts(graph, parts, shares)
+    program = _megatron_program(one_part, shares, True, split_vocabulary)
+    return replace(program, expert_forms=forms, expert_parts=parts)
 
 
 def _searched_program(graph: Graph, shares: tuple[int, ...], recipe: str) -> LayerProgram:

@@ -23,11 +23,13 @@ class FormsError(PlanError):
 
 
 def make_groups(decisions: ParallelConfig) -> tuple[MeshPlan, ...]:
-    """Return one group per lane with the axes `replica`, `context` (if it has several parts) and `shard`, the shard
-    axis fastest."""
+    """Return one group per lane with the axes `replica`, `context` and `expert` (if they have several parts) and
+    `shard`, the shard axis fastest."""
     axes = [AxisPlan(name="replica", shares=decisions.replicas)]
     if decisions.context > 1:
         axes.append(AxisPlan(name="context", shares=(1,) * decisions.context))
+    if decisions.expert > 1:
+        axes.append(AxisPlan(name="expert", shares=(1,) * decisions.expert))
     return tuple(
         MeshPlan(axes=(*axes, AxisPlan(name="shard", shares=decisions.shards_of(lane))), devices=devices)
         for lane, devices in enumerate(decisions.lane_devices())
@@ -51,7 +53,7 @@ def make_stages(
             recipes=decisions.recipes_of(lane),
             state_group=decisions.hybrid_group,
         )
-        sharding, shares = sharding_key(stage), decisions.shards_of(lane)
+        sharding, shares = decisions.sharding_key(lane), decisions.shards_of(lane)
         layer_programs = [programs.layer_program(layer, sharding, shares) for layer in module.layers[slice(*run)]]
         stages.append(replace(stage, program=program_hash(layer_programs)))
     return tuple(stages)
@@ -60,8 +62,8 @@ def make_stages(
 def make_edges(
     module: ModelModule, stages: Sequence[Stage], groups: Sequence[MeshPlan], programs: ProgramCache
 ) -> tuple[Edge, ...]:
-    """Return the edges of the hidden state: rows sharded over replicas, tokens over a context axis, the shard axes as
-    the programs define.
+    """Return the edges of the hidden state: rows sharded over replicas and an expert axis, tokens over a context axis,
+    the shard axes as the programs define.
 
     Each side holds it in its program's form, and the overlaps are transferred (`layout.transfer_moves`). Over a shard
     axis, the gradient is partial if the hidden state is replicated, and sharded if it is sharded (reference: HAP's
@@ -70,8 +72,9 @@ def make_edges(
     edges = []
     for source, (sender, receiver) in enumerate(pairwise(stages)):
         ahead, behind = (shard_shares(groups[stage.group]) for stage in (sender, receiver))
-        gives = programs.layer_program(module.layers[sender.layers[1] - 1], sharding_key(sender), ahead).gives
-        takes = programs.layer_program(module.layers[receiver.layers[0]], sharding_key(receiver), behind).takes
+        keys = [sharding_key(stage, groups[stage.group]) for stage in (sender, receiver)]
+        gives = programs.layer_program(module.layers[sender.layers[1] - 1], keys[0], ahead).gives
+        takes = programs.layer_program(module.layers[receiver.layers[0]], keys[1], behind).takes
         if not can_transfer((gives, len(ahead)), (takes, len(behind)), sender.group == receiver.group):
             raise FormsError(
                 "Neighbouring stages hold the hidden state in incompatible forms.",
@@ -81,7 +84,7 @@ def make_edges(
                 "equally sized group that holds it replicated",
                 next_step="cut between layers that use the same form",
             )
-        outer = outer_forms(groups[sender.group], "G0", "G1")
+        outer = outer_forms(groups[sender.group], "G0", "G1", "G0")
         back = [gradient_form(gives, len(ahead)), gradient_form(takes, len(behind))]
         edges.append(
             Edge(
@@ -112,9 +115,9 @@ def gradient_form(form: TensorForm, devices: int) -> str:
     return "P" if form.kind == "I" and devices > 1 else str(form)
 
 
-def outer_forms(group: MeshPlan, replica: str, context: str) -> tuple[str, ...]:
+def outer_forms(group: MeshPlan, replica: str, context: str, expert: str) -> tuple[str, ...]:
     """Return the forms of a tensor along the axes before the shard axis."""
-    forms = {"replica": replica, "context": context}
+    forms = {"replica": replica, "context": context, "expert": expert}
     return tuple(forms[axis.name] for axis in group.axes if axis.name != "shard")
 
 
@@ -134,17 +137,21 @@ def make_parameters(
     it.
 
     From ZeRO-1 on, the optimizer state of a device's parameters is sharded flat over the replicas and the parts of
-    their sequences, and over a shard axis that divides rows if the parameter is replicated there.
+    their sequences, and over an axis that divides rows and experts if the parameter is replicated there.
     """
     outer = groups[stages[0].group]
     uses: dict[str, list[int]] = {}
     layer_uses: Counter[str] = Counter()
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
+    divided: dict[str, str] = {}
     for index, stage in enumerate(stages):
         for layer in module.layers[stage.layers[0] : stage.layers[1]]:
-            program = programs.layer_program(layer, sharding_key(stage), shard_shares(groups[stage.group]))
+            group = groups[stage.group]
+            program = programs.layer_program(layer, sharding_key(stage, group), shard_shares(group))
             for spec in program.graphs[0].parameters:
                 name = layer.parameters[spec.name]
+                if (form := program.expert_forms.get(spec.name)) is not None:
+                    divided[name] = str(form)
                 fact = (whole_shape(program, spec.name), spec.trainable, str(program.parameters[spec.name]))
                 if facts.setdefault(name, fact) != fact:
                     raise FormsError(
@@ -156,13 +163,18 @@ def make_parameters(
                 layer_uses[name] += 1
                 if index not in uses.setdefault(name, []):
                     uses[name].append(index)
-    states = {count: (state_form(parameter_state(sharded_state, count)),) * 2 for count in layer_uses.values()}
+    states = {count: state_form(parameter_state(sharded_state, count)) for count in layer_uses.values()}
     spreads_state = splits_rows(stages[0].sharding)
 
     def shard_state(name: str) -> str:
         """Return the form of the optimizer state along the shard axis."""
         stored = facts[name][2]
-        return states[layer_uses[name]][0] if spreads_state and stored == "I" else stored
+        return states[layer_uses[name]] if spreads_state and stored == "I" else stored
+
+    def outer_state(name: str) -> tuple[str, ...]:
+        """Return the forms of the optimizer state along the axes before the shard axis."""
+        state = states[layer_uses[name]]
+        return outer_forms(outer, state, state, divided.get(name, state))
 
     return tuple(
         ParameterPlan(
@@ -170,8 +182,8 @@ def make_parameters(
             shape=facts[name][0],
             trainable=facts[name][1],
             uses=tuple(uses[name]),
-            stored=(*outer_forms(outer, "I", "I"), facts[name][2]),
-            state=(*outer_forms(outer, *states[layer_uses[name]]), shard_state(name)),
+            stored=(*outer_forms(outer, "I", "I", divided.get(name, "I")), facts[name][2]),
+            state=(*outer_state(name), shard_state(name)),
             owner=uses[name][0],
         )
         for name in uses

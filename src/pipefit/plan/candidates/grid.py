@@ -21,6 +21,7 @@ from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.devices.device_kinds import Pattern, assign_devices
 from pipefit.plan.devices.fleet import DeviceFleet, Runs
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
+from pipefit.plan.request.expert_parts import program_key
 
 Count = tuple[int, tuple[int, ...]]
 """(microbatches, share of the rows of every replica)."""
@@ -45,6 +46,8 @@ class CandidateGrid:
     context: int = 1
     state_group: int = 0
     "Number of neighbouring replicas (and parts of sequences) that shard the state together; 0: all of them."
+    expert: int = 1
+    "Size of the expert axis."
     shards: tuple[int, ...] = (1,)
     sharding: Sharding = "none"
     recipes: tuple[str, ...] = ()
@@ -68,7 +71,12 @@ class CandidateGrid:
     @property
     def program(self) -> tuple[str, tuple[int, ...]]:
         """(key of the layer programs in `ProgramCache`, shares of the shard axis)."""
-        return "/".join((self.sharding, *self.recipes)), self.shards
+        return program_key("/".join((self.sharding, *self.recipes)), self.expert), self.shards
+
+    @property
+    def shard_devices(self) -> int:
+        """Number of devices that divide the experts of a layer: the shards of all positions of the expert axis."""
+        return self.expert * len(self.shards)
 
     @property
     def stages_per_lane(self) -> int:
@@ -102,6 +110,7 @@ class CandidateGrid:
             placement=() if self.placement == tuple(range(self.lanes)) else self.placement,
             replicas=shares,
             context=self.context,
+            expert=self.expert,
             shards=self.shards,
             sharding=self.sharding,
             recipes=self.recipes,
@@ -127,7 +136,7 @@ class CandidateGrid:
     def _device_layout(self, inner: Inner) -> tuple[int, ...]:
         """Return the device of every position."""
         assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
-        return assign_devices(self.pattern, inner, self.fleet.devices, self.context * len(self.shards))
+        return assign_devices(self.pattern, inner, self.fleet.devices, self.context * self.shard_devices)
 
     def lane_runs(self) -> Sequence[Runs]:
         """Return the kinds of every lane's replicas. A grid without a pattern has a single `inner`."""
@@ -135,7 +144,7 @@ class CandidateGrid:
         if self.pattern is None:
             if not self.fleet.is_mixed:
                 return [((self.fleet.names[0], self.replica_count),)] * self.lanes
-            return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replica_count, len(self.shards))
+            return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replica_count, self.shard_devices)
         return self.runs
 
     def all_decisions(self) -> Iterator[ParallelConfig]:

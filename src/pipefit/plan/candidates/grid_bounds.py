@@ -30,7 +30,7 @@ from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.expert_parts import splits_rows
+from pipefit.plan.request.expert_parts import parts_of_key, row_parts
 from pipefit.plan.types import Job
 from pipefit.schedule.families import family_facts
 
@@ -112,7 +112,7 @@ class LowerBounds:
 
     def _lane_stack(self, panel: CandidateGrid) -> tuple[BoundsStack, Array]:
         """Return the stack of a grid, and its number of lanes of every class."""
-        in_hosts = self.cutter.fleet.fills_hosts(len(panel.shards))
+        in_hosts = self.cutter.fleet.fills_hosts(panel.shard_devices)
         if not in_hosts or any(len(recompute) > 1 for recompute in panel.recompute):
             floors, lanes = self._bounds_per_stage(panel)
             return stack_bounds(floors), lanes
@@ -138,7 +138,7 @@ class LowerBounds:
         key: object = (
             id(panel.runs)
             if panel.pattern is not None
-            else (panel.lanes, panel.replica_count, panel.inner[0], len(panel.shards))
+            else (panel.lanes, panel.replica_count, panel.inner[0], panel.shard_devices)
         )
         if key not in self._counted:
             self._counted[key] = panel, Counter(panel.lane_runs())
@@ -167,7 +167,8 @@ class LowerBounds:
             return self._slice_row(
                 self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program), stage, slices
             )
-        if even or splits_rows(program[0]):  # rows between powers of two need not divide among its devices
+        if even or row_parts(program[0], program[1], parts_of_key(program[0])) > 1:
+            # Rows between powers of two need not divide among these parts.
             return self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program)
         key = (pairs, recompute, program)
         if key not in self._near:

@@ -17,7 +17,13 @@ from pipefit.plan.assemble.shard_recipes import RecipeRequest, recipe_chains, se
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import Sharding
-from pipefit.plan.request.expert_parts import EXPERT, row_parts, smallest_expert_count
+from pipefit.plan.request.expert_parts import (
+    EXPERT,
+    TENSOR_SHARDING,
+    program_key,
+    row_parts,
+    smallest_expert_count,
+)
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.types import Job
@@ -44,20 +50,22 @@ class ShardChoice:
     "Name of the recipe set of searched programs; empty: the unnamed set, or none."
     lanes: tuple[float, float] = (1, inf)
     "Smallest and largest number of lanes for which the choice is tried."
+    expert: int = 1
+    "Size of the expert axis."
 
     @property
     def program(self) -> tuple[str, tuple[int, ...]]:
         """(key of the layer programs in `ProgramCache`, shares)."""
-        return "/".join((self.sharding, *self.recipes)), self.shares
+        return program_key("/".join((self.sharding, *self.recipes)), self.expert), self.shares
 
     @property
     def row_parts(self) -> int:
-        """Number of devices of the shard axis that divide the rows of a replica."""
-        return row_parts(self.sharding, self.shares)
+        """Number of parts of the rows of a replica: of an expert axis, or of a shard axis that divides rows."""
+        return row_parts(self.sharding, self.shares, self.expert)
 
     def fix_in(self, constraints: Constraints) -> Constraints:
         """Return the constraints with this choice fixed."""
-        return replace(constraints, shards=self.shares, sharding=self.sharding)
+        return replace(constraints, shards=self.shares, sharding=self.sharding, expert=self.expert)
 
 
 def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None) -> Iterator[ShardChoice]:
@@ -75,6 +83,19 @@ def shard_choices(job: Job, constraints: Constraints, cutter: LayerCutter | None
                 yield choice
     if cutter is not None and constraints.sharding is None:
         yield from (ShardChoice((1,) * size, EXPERT) for size in expert_sizes(constraints, cutter))
+    if cutter is not None and constraints.sharding is None and constraints.expert is None:
+        yield from _axis_choices(job, constraints, cutter)
+
+
+def _axis_choices(job: Job, constraints: Constraints, cutter: LayerCutter) -> Iterator[ShardChoice]:
+    """Yield tensor parallelism inside of hosts beside an expert axis. Both together have a size of expert parallelism
+    that a search tries."""
+    shard_counts = shard_sizes(constraints, cutter)
+    for size in expert_sizes(constraints, cutter):
+        for shards in shard_counts:
+            choice = ShardChoice((1,) * shards, TENSOR_SHARDING, expert=size // shards)
+            if size % shards == 0 and size > shards and _has_programs(job, constraints, choice, cutter):
+                yield choice
 
 
 def _fixed_choices(
@@ -83,7 +104,7 @@ def _fixed_choices(
     """Return the choices with these shards: one, or every set of searched programs."""
     style: Sharding = "none" if len(shards) == 1 else constraints.sharding or FIXED_PROGRAMS[0]
     if style != "searched" or cutter is None or cutter.programs.has_unnamed_recipes:
-        return [ShardChoice(shards, style)]
+        return [ShardChoice(shards, style, expert=constraints.expert_size)]
     names = recipe_sets(job, constraints, cutter, len(shards))
     return [ShardChoice(shards, style, (name,)) for name in names] or [ShardChoice(shards, style)]
 

@@ -28,6 +28,7 @@ from pipefit.plan.cutting.cutter import UNSHARDED, LayerCutter, ShardProgram
 from pipefit.plan.devices.fleet import Pair, pairs_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.expert_parts import parts_of_key
 from pipefit.plan.request.sliceable import slicing_obstacles
 from pipefit.plan.slicing.count import LADDER, promising_counts, slice_count_ladder, step_s
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, check_number, equal_cost, most_slices, slice_grain
@@ -191,7 +192,7 @@ class SequenceSlicer:
         object for equal arguments."""
         key = (pairs, recompute, program)
         if key not in self._stages:
-            group, rows = self.cutter.fleet.sample_group(pairs, program[1])
+            group, rows = self.cutter.fleet.sample_group(pairs, program[1], parts_of_key(program[0]))
             self._stages[key] = self.cutter.probe_stage(self.job, group, rows, recompute, *program)
         return self._stages[key]
 
@@ -206,7 +207,7 @@ class SequenceSlicer:
 
     def stages_for(self, panel: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
         """Return all layers on the slowest devices of a grid's lanes, for each of these counts."""
-        if not self.cutter.fleet.fills_hosts(len(panel.shards)):
+        if not self.cutter.fleet.fills_hosts(panel.shard_devices):
             return [self.stages_of(panel.decisions_at(panel.first_of(which)))[0] for which in counts]
         lanes = {*panel.lane_runs()}
         stages = []

@@ -12,11 +12,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import ShardedState, searched_states, state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
-from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS, ShardChoice, shard_choices
+from pipefit.plan.candidates.shard_choices import ShardChoice, shard_choices
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
 from pipefit.plan.candidates.slicings import SequenceSlicer
 from pipefit.plan.cutting.cutter import UNSHARDED, LayerCutter
@@ -30,12 +29,8 @@ from pipefit.plan.devices.device_kinds import (
 )
 from pipefit.plan.devices.fleet import Runs
 from pipefit.plan.request.constraints import Constraints
-from pipefit.plan.request.context_parts import check_context
-from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
-from pipefit.plan.request.expert_parts import check_expert_rows, divides_rows, splits_rows
-from pipefit.plan.request.sliceable import check_slices
-from pipefit.plan.request.state_groups import check_state_group
-from pipefit.plan.slicing.cuts import check_number
+from pipefit.plan.request.decisions import Inner, ParallelConfig
+from pipefit.plan.request.expert_parts import divides_rows, program_key
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES, family_facts
 from pipefit.schedule.fit.family import FIT
@@ -134,6 +129,7 @@ def _build_grid(
         state_group=state_group,
         inner=grid.inner,
         context=constraints.context_size,
+        expert=choice.expert,
         shards=choice.shares,
         sharding=choice.sharding,
         recipes=choice.recipes,
@@ -209,8 +205,8 @@ def _device_grids(
             yield from [DeviceGrid(lanes, counts, inners)] if counts else []
             continue
         for inner in inners:
-            runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas), constraints.shard_count))
-            in_hosts = cutter.fleet.fills_hosts(constraints.shard_count)
+            runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas), constraints.shard_devices))
+            in_hosts = cutter.fleet.fills_hosts(constraints.shard_devices)
             seen: set[Count] = known.get((runs, inner), set()) if in_hosts else set()
             if left := tuple(count for count in counts if count not in seen):
                 yield DeviceGrid(lanes, left, (inner,))
@@ -221,15 +217,17 @@ def _mixed_grids(
 ) -> Iterator[DeviceGrid]:
     """Yield grids with devices grouped by kind, by lane and by replica, and the rows of unlike replicas by their
     speed."""
-    shards, place_size = constraints.shard_count, constraints.devices_per_replica
+    shards, place_size = constraints.shard_devices, constraints.devices_per_replica
     limit = min(constraints.devices or devices, devices)
     program = (
-        (constraints.sharding or "none", constraints.shards or (1,)) if cutter.fleet.fills_hosts(shards) else UNSHARDED
+        (program_key(constraints.sharding or "none", constraints.expert_size), constraints.shards or (1,))
+        if cutter.fleet.fills_hosts(shards)
+        else UNSHARDED
     )
     time_s = cutter.row_time(job, (constraints.recompute or ("none",))[0], program)
     kinds = cutter.compare_kinds(job, shards)
     pinned = constraints.replicas
-    even = [len(pinned)] if pinned else [count for count in _divisors_of(job.batch) if count * place_size <= limit]
+    even = [len(pinned)] if pinned else [count for count in divisors_of(job.batch) if count * place_size <= limit]
     for lanes in range(1, min(limit // place_size, layers) + 1):
         uneven = [len(pinned)] if pinned else replica_counts(lanes, kinds.counts, job.batch)
         for replicas in sorted({*even, *uneven}):
@@ -257,7 +255,7 @@ def rearrange_kinds(
 ) -> Iterator[ParallelConfig]:
     """Yield candidates of the same grid one rearrangement of kinds, or one change of rank order, away; not cut yet."""
     pattern = cutter.fleet.kind_pattern(decisions)
-    shards = len(decisions.shards)
+    shards = decisions.shard_devices
     kinds, time_s = cutter.compare_kinds(job, shards), cutter.row_time(job, decisions.recompute[0])
     uncut = replace(decisions, stages=decisions.stage_count, cuts=constraints.cuts or ())
     inners = _rank_orders(len(cutter.network.cluster.hosts), len(decisions.replicas), decisions.lane_count, constraints)
@@ -290,7 +288,7 @@ def _grid_sizes(job: Job, layers: int, devices: int, constraints: Constraints) -
     if constraints.replicas is not None:
         replica_choices = [constraints.replicas]
     else:
-        replica_choices = [(1,) * count for count in _divisors_of(job.batch) if count * shards <= limit]
+        replica_choices = [(1,) * count for count in divisors_of(job.batch) if count * shards <= limit]
     for replicas in replica_choices:
         depth_limit = limit // (len(replicas) * shards)
         fewest = 1 if limit <= ALL_DEPTHS_DEVICES or depth_limit > layers else int(depth_limit * (1 - MOST_IDLE)) + 1
@@ -331,115 +329,10 @@ def _microbatch_counts(job: Job, replicas: tuple[int, ...], constraints: Constra
 
 def _batch_divisors(job: Job, constraints: Constraints) -> Iterator[int]:
     """Return counts of microbatches that divide the batch."""
-    choices = [constraints.microbatches] if constraints.microbatches is not None else _divisors_of(job.batch)
+    choices = [constraints.microbatches] if constraints.microbatches is not None else divisors_of(job.batch)
     return (count for count in choices if job.batch % count == 0)
 
 
-def _sharding_style(shards: tuple[int, ...], constraints: Constraints) -> Sharding:
-    if len(shards) == 1:
-        return "none"
-    return constraints.sharding or FIXED_PROGRAMS[0]
-
-
-def _divisors_of(number: int) -> list[int]:
+def divisors_of(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def _lanes_for(stages: int, constraints: Constraints) -> int:
-    """Return the fewest lanes on which an allowed schedule places this number of stages; `stages` if none does.
-
-    A single lane runs only 1F1B unless a schedule is constrained: see `_schedules_by_placement`.
-    """
-    names = list(FAMILIES) if constraints.schedule is None else [constraints.schedule]
-    fits = (
-        lanes
-        for lanes in range(2 if constraints.schedule is None else 1, stages)
-        if any(len(FAMILIES[n].placement(lanes)) == stages for n in names)
-    )
-    return next(fits, stages)
-
-
-def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -> None:
-    """Raise PlanError, with the reason, if the constraints leave nothing to consider."""
-    constraints = families_only(constraints)
-    microbatches = constraints.microbatches or 1
-    if job.batch % microbatches:
-        raise PlanError(
-            "The batch cannot be cut into this many equal microbatches.",
-            where="--fix microbatches",
-            seen=f"batch {job.batch}, microbatches {microbatches}",
-            allowed=", ".join(map(str, _divisors_of(job.batch)[:12])),
-        )
-    replicas, lanes = constraints.replica_count, 1
-    stages = constraints.stage_count or 1
-    context = f"{constraints.context_size} x " if constraints.context_size > 1 else ""
-    if constraints.lane_of_stage is not None:
-        lanes = max(constraints.lane_of_stage) + 1
-    elif constraints.schedule is not None or stages > 1:
-        lanes = _lanes_for(stages, constraints)
-    needed = replicas * lanes * constraints.devices_per_replica
-    if needed > devices:
-        raise PlanError(
-            "The fixes need more devices than the cluster has.",
-            where="--fix replicas, stages, " + ("context, " if constraints.context_size > 1 else "") + "shards",
-            seen=f"{replicas} x {lanes} x {context}{constraints.shard_count} = {needed}",
-            allowed=f"at most {devices}",
-        )
-    if stages > layers:
-        raise PlanError(
-            "There are more stages than layers.", where="--fix stages", seen=stages, allowed=f"1 to {layers}"
-        )
-    if job.batch // microbatches < replicas:
-        raise PlanError(
-            "A microbatch has fewer rows than there are replicas.",
-            where="--fix replicas, microbatches",
-            seen=f"{job.batch // microbatches} rows for {replicas} replicas",
-            next_step="use fewer microbatches or replicas, or a larger --batch",
-        )
-    _check_space_slices(job, constraints)
-    _check_space_groups(devices, constraints)
-    if next(iter_candidates(job, layers, devices, 1, constraints), None) is None:
-        used = constraints.devices
-        raise PlanError(
-            "No plan obeys all these fixes.",
-            where="--fix",
-            seen=", ".join(constraints.to_mapping()),
-            next_step=f"no grid of replicas x stages has exactly {used} devices" if used else "drop one of them",
-        )
-
-
-def _check_space_groups(devices: int, constraints: Constraints) -> None:
-    """Raise PlanError for a bad size of groups, and if there are too few devices for several groups."""
-    size, limit = constraints.state_group or 0, devices // constraints.shard_count
-    replicas = constraints.replicas or (1,) * size
-    check_state_group(size, constraints.sharded_state, replicas, constraints.context_size, "--fix state_group")
-    if constraints.replicas is None and 2 * size > limit:
-        raise PlanError(
-            "Several groups that shard state need more devices than the cluster has.",
-            where="--fix state_group",
-            seen=f"2 groups of {size}, {limit} replicas at most",
-            allowed=(f"at most {limit // 2}" if limit > 3 else "all")
-            + (f"; or replicas={size} as well, for one group of all" if size <= limit else ""),
-        )
-
-
-def _check_space_slices(job: Job, constraints: Constraints) -> None:
-    """Raise PlanError if rows or sequences cannot be cut over the constrained shards or into the constrained slices."""
-    shards = constraints.shards or (1,)
-    if splits_rows(constraints.sharding):
-        replicas = constraints.replicas or (1,)
-        check_expert_rows(job, constraints.microbatches, replicas, shards, "--fix shards")
-    slices_wanted = constraints.slices or 1
-    lengths = slices_wanted if isinstance(slices_wanted, tuple) else ()
-    slice_count = slices_wanted if isinstance(slices_wanted, int) else len(lengths)
-    check_context(constraints.context_size, job, constraints.sharding or "none", slice_count, "--fix context")
-    check_slices(
-        lengths if constraints.context_size == 1 else (),
-        job.sequence // constraints.context_size,
-        shards,
-        _sharding_style(shards, constraints),
-        "--fix slices" if lengths else "--seq and shards",
-    )
-    if isinstance(slices_wanted, int):
-        check_number(job.sequence, slices_wanted, constraints.slice_multiple or 1, "--fix slices")

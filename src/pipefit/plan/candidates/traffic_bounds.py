@@ -126,7 +126,7 @@ class TrafficBounds:
                 sharded_state=decisions.sharded_state,
                 state_group=decisions.state_group,
                 sharded_elements=counts.elements,
-                sharded_whole=counts.replicated,
+                sharded_spread=counts.spread,
             )
             self._known[key] = state_traffic(probe, self.job.precision, network)
         return self._known[key]

@@ -39,7 +39,7 @@ from pipefit.plan.cutting.rows import (
 from pipefit.plan.devices.device_kinds import DeviceKinds
 from pipefit.plan.devices.fleet import DeviceFleet, Pair
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.expert_parts import splits_rows
+from pipefit.plan.request.expert_parts import parts_of_key, row_parts, splits_rows
 from pipefit.plan.types import Job
 
 ShardProgram = tuple[str, tuple[int, ...]]
@@ -70,7 +70,7 @@ class LayerCutter:
         self._sharded: dict[object, ShardedCounts] = {}
         self._sharded_arrays: dict[object, Array] = {}
         self._parameters: dict[object, ParameterCounts] = {}
-        self._whole: dict[object, tuple[Array, Array]] = {}
+        self._spread: dict[object, tuple[Array, Array]] = {}
         self._shared_state: dict[object, Array] = {}
         self._cuts: dict[object, LayerCut | None] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
@@ -151,7 +151,7 @@ class LayerCutter:
         key = (*plain, share, job.optimizer)
         if key not in self._rows:
             if plain not in self._plain:
-                group, rows = self.fleet.sample_group(pairs, program[1])
+                group, rows = self.fleet.sample_group(pairs, program[1], parts_of_key(program[0]))
                 self._plain[plain] = self._make_row(self.probe_stage(job, group, rows, recompute, *program), job)
             self._rows[key] = self._with_statics(self._plain[plain], job, share, *program)
         return self._rows[key]
@@ -330,18 +330,19 @@ class LayerCutter:
         if shards_gradients(share.state):
             away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
             held = held - self._sharded_array(sharding, shards) * away
-        if splits_rows(sharding) and share.state != "none":
+        if row_parts(sharding, shards, parts_of_key(sharding)) > 1 and share.state != "none":
             held = held - self._spread_bytes(job, share, sharding, shards)[:, None]
         fullest: Array = held.max(axis=1)
         return fullest + self._shared_state_bytes(job, sharding, shards)
 
     def _spread_bytes(self, job: Job, share: StateShare, sharding: str, shards: tuple[int, ...]) -> Array:
-        """Return the bytes of each layer's state that a shard axis which divides rows takes off a device."""
-        replicated, sharded = self._whole_counts(sharding, shards)
+        """Return the bytes of each layer's state that an axis which divides rows and experts takes off a device."""
+        spread_all, sharded = self._spread_counts(sharding, shards)
+        parts = row_parts(sharding, shards, parts_of_key(sharding))
         per_element = state_bytes(find_optimizer(job.optimizer), job.precision)
         more = GRADIENT_BYTES[job.precision] * shards_gradients(share.state)
         more += COMPUTE_BYTES[job.precision] * (share.state == "parameters")
-        spread: Array = (replicated * per_element + sharded * more) * share.part * (1 - 1 / len(shards))
+        spread: Array = (spread_all * per_element + sharded * more) * share.part * (1 - 1 / parts)
         return spread
 
     def _complete_layer_bytes(self, job: Job, state: ShardedState, sharding: str, shards: tuple[int, ...]) -> float:
@@ -358,19 +359,19 @@ class LayerCutter:
             self._sharded_arrays[sharding, shards] = np.array(elements, dtype=float)
         return self._sharded_arrays[sharding, shards]
 
-    def _whole_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
-        """Return [layer] of trained elements that are replicated over the shard axis: all, and the ones of parameters
-        without another layer. A shared parameter counts at its first layer."""
-        if (sharding, shards) not in self._whole:
+    def _spread_counts(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
+        """Return [layer] of trained elements that are replicated over the axis that divides rows and experts: all, and
+        the ones of parameters without another layer. A shared parameter counts at its first layer."""
+        if (sharding, shards) not in self._spread:
             counts, seen = [], set[str]()
             for layer in self.programs.modules[self.module].layers:
                 named = self.programs.named_parameters((layer,), sharding, shards)
-                stored = [p for name, p in named.items() if p.trainable and p.whole and name not in seen]
+                stored = [p for name, p in named.items() if p.trainable and p.spread and name not in seen]
                 counts.append(sum(max(p.elements) for p in stored))
                 seen |= named.keys()
-            sharded = self.sharded_counts(sharding, shards).replicated
-            self._whole[sharding, shards] = np.array(counts, dtype=float), np.array(sharded, dtype=float)
-        return self._whole[sharding, shards]
+            sharded = self.sharded_counts(sharding, shards).spread
+            self._spread[sharding, shards] = np.array(counts, dtype=float), np.array(sharded, dtype=float)
+        return self._spread[sharding, shards]
 
     def sharded_counts(self, sharding: str, shards: tuple[int, ...]) -> ShardedCounts:
         """Return the elements of all layers whose gradients the replicas may shard."""

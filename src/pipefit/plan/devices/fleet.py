@@ -49,8 +49,8 @@ class DeviceFleet:
 
     @lru_cache(maxsize=64)  # noqa: B019 - a fleet lives as long as its search
     def fills_hosts(self, shards: int) -> bool:
-        """Return whether groups of adjacent `shards` devices for each part of a sequence fill every host, and equal
-        kinds have equal links."""
+        """Return whether groups of adjacent `shards` devices (of all positions of an expert axis) for each part of a
+        sequence fill every host, and equal kinds have equal links."""
         size = shards * self.context_parts
         if size == 1:
             return True
@@ -60,7 +60,7 @@ class DeviceFleet:
 
     def has_host_groups(self, decisions: ParallelConfig) -> bool:
         """Return whether equal shard groups of a candidate have equal costs: each lies in one host."""
-        shards = len(decisions.shards)
+        shards = decisions.shard_devices
         if decisions.lane_shards:
             return False
         size = shards * self.context_parts
@@ -71,14 +71,19 @@ class DeviceFleet:
         host = np.array(self.network.host)[list(devices)].reshape(-1, shards)
         return bool((host == host[:, :1]).all())
 
-    def sample_group(self, pairs: frozenset[Pair], shards: tuple[int, ...] = (1,)) -> tuple[Mesh, tuple[int, ...]]:
-        """Return a mesh with one shard group in one host for every pair, one replica each, and their rows."""
+    def sample_group(
+        self, pairs: frozenset[Pair], shards: tuple[int, ...] = (1,), expert: int = 1
+    ) -> tuple[Mesh, tuple[int, ...]]:
+        """Return a mesh with one shard group (or `expert` of them that divide rows) in one host for every pair, one
+        replica each, and their rows."""
         ordered = sorted(pairs)
-        size = self.context_parts * len(shards)
+        size = self.context_parts * expert * len(shards)
         devices = tuple(device for name, _ in ordered for device in self.devices[self.names.index(name)][:size])
         axes = [MeshAxis(name="replica", shares=(1,) * len(ordered))]
         if self.context_parts > 1:
             axes.append(MeshAxis(name="context", shares=(1,) * self.context_parts))
+        if expert > 1:
+            axes.append(MeshAxis(name="expert", shares=(1,) * expert))
         if len(shards) > 1:
             axes.append(MeshAxis(name="shard", shares=shards))
         return Mesh(axes=tuple(axes), devices=devices), tuple(rows for _, rows in ordered)
@@ -88,7 +93,7 @@ class DeviceFleet:
         lie in one host each."""
         if not self.is_mixed:
             return [frozenset((self.names[0], count) for count in {*rows})] * decisions.lane_count
-        shards = len(decisions.shards)
+        shards = decisions.shard_devices
         return self._lane_pair_sets(decisions.devices, decisions.inner, decisions.lane_count, rows, shards)
 
     @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
@@ -101,7 +106,7 @@ class DeviceFleet:
 
     def kind_pattern(self, decisions: ParallelConfig) -> Pattern:
         """Return the kinds of a candidate's devices; for a shard group, the kind of its first device."""
-        devices = np.array(decisions.lane_devices())[:, :: self.context_parts * len(decisions.shards)]
+        devices = np.array(decisions.lane_devices())[:, :: self.context_parts * decisions.shard_devices]
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         lines = (tuple(line) for line in self.kind[devices].tolist())
         return tuple(known.setdefault(line, line) for line in lines)

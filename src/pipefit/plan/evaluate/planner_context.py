@@ -217,6 +217,8 @@ def build_plan(
     check_row_independence(model)
     if decisions.splits_rows:
         check_experts(model, decisions.shards, "sharding")
+    elif decisions.expert > 1:
+        check_experts(model, decisions.shards, "expert", decisions.expert)
     context.split_sequences(decisions.context)
     if decisions.sharding == "searched" and not decisions.recipes:
         context.search_recipes(job, request_from_config(decisions, job.batch))

@@ -17,7 +17,7 @@ from pipefit.units import format_bytes, format_seconds
 MISFITS_SHOWN = 3
 
 SHOWN = (
-    "replicas", "stages", "context", "shards", "sharding", "microbatches", "slices", "schedule", "recompute",
+    "replicas", "stages", "context", "expert", "shards", "sharding", "microbatches", "slices", "schedule", "recompute",
     "sharded_state", "state_group",
 )  # fmt: skip
 """Choices in which two rows of the table of alternatives differ."""

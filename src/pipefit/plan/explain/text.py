@@ -256,8 +256,8 @@ def _alternative_row(one: AlternativePlan, keys: Sequence[str]) -> tuple[str, ..
 
 def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
     """Return the choices to show of these plans, which are of one model. Programs (`sharding`) are shown if the plans
-    have several; slices, parts of sequences (`context`) and groups that shard state (`state_group`) if any plan has
-    some."""
+    have several; slices, parts of sequences (`context`), an expert axis (`expert`) and groups that shard state
+    (`state_group`) if any plan has some."""
     keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "sharded_state")
     if names := module_names(decisions[0]):
         keys = (*names, "microbatches", "schedule")
@@ -265,6 +265,9 @@ def choice_keys(*decisions: Mapping[str, str]) -> tuple[str, ...]:
         keys = (*keys[:4], "slices", *keys[4:])
     if any(choices.get("context") for choices in decisions):
         keys = (*keys[:2], "context", *keys[2:])
+    if any(choices.get("expert") for choices in decisions) and "shards" in keys:
+        index = keys.index("shards")
+        keys = (*keys[:index], "expert", *keys[index:])
     if any(choices.get("state_group") for choices in decisions):
         keys = (*keys, "state_group")
     if len({choices.get("sharding", "none") for choices in decisions} - {"none"}) > 1 and "shards" in keys:
@@ -279,7 +282,9 @@ def choice_cells(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]
     tokens = words.get("slices", "").split(",")
     if len(tokens) > SLICES_SHOWN:
         words["slices"] = f"{len(tokens)} ({tokens[0]},{tokens[1]},...,{tokens[-1]})"
-    words = {"slices": "1", "context": "1", "state_group": "all"} | {key: word for key, word in words.items() if word}
+    words = {"slices": "1", "context": "1", "expert": "1", "state_group": "all"} | {
+        key: word for key, word in words.items() if word
+    }
     for name in module_names(decisions):
         module_words = {key: words.get(f"{name}.{key}", "") for key in ("replicas", "stages", "shards", "recompute")}
         recompute = f", recompute {module_words['recompute']}" if module_words["recompute"] not in ("", "none") else ""
@@ -303,12 +308,13 @@ def _format_share(peak_bytes: float, limit_bytes: float) -> str:
 
 
 def _format_grid(group: MeshPlan) -> str:
-    """Return `4 replicas x 2 shards`, with shares if they are uneven; a context axis as `2 parts of sequences`."""
+    """Return `4 replicas x 2 shards`, with shares if they are uneven. A context axis is `2 parts of sequences`, an
+    expert axis `2 expert parts`."""
     parts = []
     for axis in group.axes:
         if len(axis.shares) > 1:
             uneven = f" ({':'.join(map(str, axis.shares))})" if len({*axis.shares}) > 1 else ""
-            name = "parts of sequences" if axis.name == "context" else f"{axis.name}s"
+            name = {"context": "parts of sequences", "expert": "expert parts"}.get(axis.name, f"{axis.name}s")
             parts.append(f"{len(axis.shares)} {name}{uneven}")
     return " x ".join(parts) or "1 device"
 

@@ -97,7 +97,8 @@ def _with_groups(panel: CandidateGrid, context: PlannerContext) -> Iterator[Cand
     span several hosts. Expert parallelism shards state over all devices of a stage."""
     states = tuple(state for state in panel.sharded_state if state != "none")
     even = tuple(count for count in panel.counts if len({*count[1]}) == 1)
-    for inner in panel.inner if states and even and not splits_rows(panel.sharding) else ():
+    divides_rows = splits_rows(panel.sharding) or panel.expert > 1
+    for inner in panel.inner if states and even and not divides_rows else ():
         grid = replace(panel, inner=(inner,), counts=even, sharded_state=states)
         members = _members_in_host(grid, context)
         for size in range(2, members + 1):

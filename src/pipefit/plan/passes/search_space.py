@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pipefit.cluster.topology import device_count
 from pipefit.plan.candidates.grid import CandidateGrid
-from pipefit.plan.candidates.space import check_space, iter_base_grids
+from pipefit.plan.candidates.space import iter_base_grids
+from pipefit.plan.candidates.space_checks import check_space
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.sequence_length import check_length

@@ -120,13 +120,13 @@ class PlacementProblem:
 def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> PlacementProblem:
     """Return the placement problem of a candidate with this work, network, layer costs and timeline.
 
-    Each lane has one group; all groups have the same number of replicas and of shards. The parts of a sequence move
-    together, like shards.
+    Each lane has one group; all groups have the same number of replicas and of shards. The parts of a sequence and of
+    the experts move together, like shards.
     """
     lane_devices = _lane_devices(work)
     group = work.stages[0].group
-    context = work.stages[0].context_parts
-    replicas, shards = group.find_axis("replica").size, context * group.find_axis("shard").size
+    context, expert = work.stages[0].context_parts, work.stages[0].expert_parts
+    replicas, shards = group.find_axis("replica").size, context * expert * group.find_axis("shard").size
     used = [device for lane in lane_devices for device in lane]
     devices = np.array([*used, *sorted({*range(network.devices)} - {*used})], dtype=np.int64)
     slot_of = {device: slot for slot, device in enumerate(used)}
@@ -163,7 +163,7 @@ def build_problem(work: PipelineWork, network: Network, layers: LayerCosts, time
         row_of=row_of,
         exact=rings_in_hosts
         and context == 1
-        and not any(stage.splits_rows for stage in work.stages)
+        and not any(stage.row_parts > 1 for stage in work.stages)
         and len(kinds) == 1
         and not network.over_gloo
         and not _by_group(terms, replicas, network),
@@ -232,7 +232,7 @@ def _collect_terms(
     for index, stage in enumerate(work.stages):
         if stage.group.find_axis("replica").size == 1:
             continue
-        apart = max(stage.parameters.whole) if stage.splits_rows else 0  # summed over all devices of the stage
+        apart = max(stage.parameters.spread)  # summed over all devices of the stage
         moved = max(stage.parameters.trainable) - apart
         size = float(moved * GRADIENT_BYTES[work.precision])
         more_s = 0.0

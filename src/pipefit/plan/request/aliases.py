@@ -12,7 +12,7 @@ from itertools import chain
 
 from pipefit.errors import PlanError
 from pipefit.optimizers.sharded_state import STATES
-from pipefit.plan.request.expert_parts import EXPERT, splits_rows
+from pipefit.plan.request.expert_parts import EXPERT, TENSOR_SHARDING, splits_rows
 
 SWITCHES: Mapping[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -73,7 +73,10 @@ ALIASES: Mapping[str, KeyAlias] = {
     "tp": KeyAlias("shards: tensor parallelism, a count or shares", _same_value("shards")),
     "pp": KeyAlias("stages: pipeline parallelism, a count", _same_value("stages")),
     "cp": KeyAlias("context: context parallelism, a count", _same_value("context")),
-    "ep": KeyAlias("shards, with sharding=expert: expert parallelism within dp, a count", _translate_expert),
+    "ep": KeyAlias(
+        "expert parallelism within dp, a count: shards, with sharding=expert; beside tp=N its part of ep/N is expert",
+        _translate_expert,
+    ),
     "zero": KeyAlias("sharded_state: 0 none, 1 optimizer, 2 gradients, 3 parameters", _translate_zero),
     "zero1": KeyAlias("sharded_state: true is optimizer, false is none", _translate_zero1),
     "fsdp": KeyAlias("sharded_state=parameters: true, or a count of replicas from 2 on", _translate_fsdp),
@@ -157,9 +160,10 @@ def translate_fixes(fixes: Sequence[TypedFix], batch: int | None) -> Iterator[tu
 
 
 def _row_parts(fixed: Mapping[str, FixedText]) -> int:
-    """Return the number of devices that divide the rows of a replica."""
+    """Return the number of parts of the rows of a replica."""
     divided = "sharding" in fixed and splits_rows(fixed["sharding"].value) and "shards" in fixed
-    return _share_count(fixed["shards"].value) if divided else 1
+    parts = fixed["shards"].value if divided else fixed["expert"].value if "expert" in fixed else "1"
+    return _share_count(parts)
 
 
 def _share_count(text: str) -> int:
@@ -170,45 +174,61 @@ def _share_count(text: str) -> int:
 def join_expert_axis(fixes: Sequence[TypedFix]) -> list[TypedFix]:
     """Return the fixes with `ep` applied to `dp`, `fsdp` and `tp`, as Megatron counts them.
 
-    Expert parallelism lies within data parallelism, so `dp=16 ep=8` is two replicas of eight devices. `tp=8 ep=8` is
-    tensor parallelism that also divides the experts (`sharding=megatron-sp`). Raises PlanError for other values of `tp`
-    beside `ep`, and if `ep` does not divide `dp`.
+    Expert parallelism lies within data and tensor parallelism, so `dp=16 ep=8` is two replicas of eight devices.
+    `tp=8 ep=8` is tensor parallelism that also divides the experts (`sharding=megatron-sp`), and `tp=2 ep=8` is that
+    beside an axis of four groups of shards (`expert=4`), which divides `dp`. Raises PlanError if `tp` does not divide
+    `ep`, and if the part that `ep` takes of `dp` does not divide it.
     """
     typed = {fix.key: fix for fix in fixes}
     expert, tensor = typed.get("ep"), typed.get("tp")
     if expert is None or not expert.value.isdecimal() or int(expert.value) < 2:
         return [*fixes]
-    count = int(expert.value)
-    left = [fix for fix in fixes if fix != tensor]
-    if tensor is not None and tensor.value == expert.value:
-        return [replace(fix, key="sharding", value="megatron-sp") if fix == expert else fix for fix in fixes]
-    if tensor is not None and tensor.value != "1":
-        raise PlanError(
-            "Expert parallelism goes with tensor parallelism only over the same devices.",
-            where="--fix",
-            seen=f"{tensor.text} and {expert.text}",
-            allowed=f"tp=1, or tp={count}: each of these devices then holds a part of every layer and of the experts",
-            next_step=f"leave out {tensor.text}",
-        )
-    return list(chain.from_iterable(_divide_replicas(fix, count) for fix in left))
+    if tensor is None or tensor.value == "1":
+        count, left = int(expert.value), [fix for fix in fixes if fix != tensor]
+        return list(chain.from_iterable(_divide_replicas(fix, count, expert.text) for fix in left))
+    parts = _expert_parts(tensor, expert)
+    fixed = [replace(fix, key="sharding", value=TENSOR_SHARDING) if fix == expert else fix for fix in fixes]
+    if parts == 1:
+        return fixed
+    beside = f"{tensor.text} {expert.text}"
+    divided = [part for fix in fixed for part in _divide_replicas(fix, parts, beside)]
+    return [*divided, replace(expert, key="expert", value=str(parts))]
 
 
-def _divide_replicas(fix: TypedFix, count: int) -> list[TypedFix]:
-    """Return a count of `dp` or `fsdp` as the number of replicas of `count` devices each; other fixes as they are."""
+def _expert_parts(tensor: TypedFix, expert: TypedFix) -> int:
+    """Return the number of groups of tensor parallelism among the devices of expert parallelism. Raises PlanError
+    unless `tp` is a count that divides `ep`."""
+    count, shards = int(expert.value), int(tensor.value) if tensor.value.isdecimal() else 0
+    if shards and count % shards == 0:
+        return count // shards
+    sizes = [size for size in range(1, count + 1) if count % size == 0]
+    more = f", or ep={max(1, count // shards) * shards} or another multiple of {shards}" if shards else ""
+    raise PlanError(
+        "Expert parallelism is over whole groups of tensor parallelism, so tp divides ep.",
+        where="--fix",
+        seen=f"{tensor.text} and {expert.text}",
+        allowed=f"tp of {', '.join(map(str, sizes))}{more}",
+        next_step=f"leave out {tensor.text}",
+    )
+
+
+def _divide_replicas(fix: TypedFix, count: int, beside: str) -> list[TypedFix]:
+    """Return a count of `dp` or `fsdp` as the number of replicas that take `count` of it each; other fixes as they
+    are. `beside`: the texts of the fixes for which they take them."""
     if fix.key not in DATA_ALIASES or fix.value.lower() in ("true", "yes"):
         return [fix]
     if not fix.value.isdecimal():
         raise PlanError(
             "Beside expert parallelism the devices of data parallelism are a count.",
             where="--fix",
-            seen=f"{fix.text} and ep={count}",
+            seen=f"{fix.text} and {beside}",
             allowed=f"{fix.key}={2 * count}; or shares of the groups of {count} devices, as in replicas=2:1",
         )
     if int(fix.value) % count:
         raise PlanError(
             "Expert parallelism divides the devices of data parallelism.",
             where="--fix",
-            seen=f"{fix.text} and ep={count}",
+            seen=f"{fix.text} and {beside}",
             allowed=f"{fix.key}={max(1, int(fix.value) // count) * count}, or another multiple of {count}",
         )
     replicas = replace(fix, key="dp", value=str(int(fix.value) // count))

@@ -22,7 +22,7 @@ from pipefit.plan.request.aliases import (
     translate_fixes,
 )
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
-from pipefit.plan.request.expert_parts import check_expert_state
+from pipefit.plan.request.expert_parts import TENSOR_SHARDING, check_expert_axis, check_expert_state
 from pipefit.plan.request.module_decisions import MultiModuleConfig
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.types import Divide, Recompute
@@ -118,6 +118,7 @@ KEYS: Mapping[str, ConstraintKey] = {
     "stages": ConstraintKey("a count", _parse_count),
     "shards": ConstraintKey("a count, or shares such as 2:1", _parse_shares),
     "context": ConstraintKey("a count: devices that hold parts of each sequence", _parse_count),
+    "expert": ConstraintKey("a count: groups of shards that divide rows, and with the shards experts", _parse_count),
     "sharding": ConstraintKey(
         "none, megatron, megatron-sp, expert or searched",
         _choice_parser("none", "megatron", "megatron-sp", "expert", "searched"),
@@ -185,6 +186,8 @@ class Constraints:
     "Shares of the devices among which each layer is split."
     context: int | None = None
     "Number of devices that hold parts of each sequence; None: 1, until a pass of its own searches other sizes."
+    expert: int | None = None
+    "Number of groups of shards that divide rows, and with the shards experts; None: free if the shards are."
     sharding: Sharding | None = None
     "The SPMD program over the shards."
     microbatches: int | None = None
@@ -244,9 +247,19 @@ class Constraints:
         return self.context or 1
 
     @property
+    def expert_size(self) -> int:
+        """Fixed size of the expert axis; 1 if it is free."""
+        return self.expert or 1
+
+    @property
+    def shard_devices(self) -> int:
+        """Devices that divide the experts of a layer: the shards of all positions of the expert axis."""
+        return self.expert_size * self.shard_count
+
+    @property
     def devices_per_replica(self) -> int:
-        """Devices of one replica of a stage: parts of the sequence times shards."""
-        return self.context_size * self.shard_count
+        """Devices of one replica of a stage: parts of the sequence times positions of the expert axis times shards."""
+        return self.context_size * self.shard_devices
 
     @property
     def stage_count(self) -> int | None:
@@ -386,7 +399,7 @@ def check_agreement(constraints: Constraints) -> None:
             seen=f"shards={len(shards)}, sharding={sharding}",
             allowed="shards=2 with sharding=megatron, megatron-sp, expert or searched",
         )
-    check_expert_state(sharding, constraints.state_group or 0, "--fix sharding, state_group")
+    _check_expert_axis(constraints)
     check_state_group(
         constraints.state_group or 0,
         constraints.sharded_state,
@@ -403,12 +416,22 @@ def check_agreement(constraints: Constraints) -> None:
         )
 
 
+def _check_expert_axis(constraints: Constraints) -> None:
+    """Raise PlanError for expert parallelism that contradicts other constraints."""
+    expert, shards = constraints.expert_size, constraints.shards or (1,)
+    named = constraints.sharding or (TENSOR_SHARDING if len(shards) > 1 else "none")
+    check_expert_axis(expert, named, shards, "--fix expert, shards, sharding")
+    group = constraints.state_group or 0
+    check_expert_state(constraints.sharding, group, "--fix sharding, state_group", expert)
+
+
 def describe_choices(decisions: ParallelConfig) -> str:
     """Return the choices as one short line."""
     if isinstance(decisions, MultiModuleConfig):
         return decisions.to_text()
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
     context = f" x {decisions.context} parts of sequences" if decisions.context > 1 else ""
+    context += f" x {decisions.expert} expert parts" if decisions.expert > 1 else ""
     slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
     groups = f" in groups of {decisions.hybrid_group}" if decisions.hybrid_group else ""
     return (

@@ -13,7 +13,15 @@ from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
 from pipefit.plan.request.context_parts import check_context, check_device_order
-from pipefit.plan.request.expert_parts import check_expert_rows, check_expert_state, row_parts, splits_rows
+from pipefit.plan.request.expert_parts import (
+    check_expert_axis,
+    check_expert_order,
+    check_expert_rows,
+    check_expert_state,
+    program_key,
+    row_parts,
+    splits_rows,
+)
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.types import Job, Recompute
@@ -37,6 +45,9 @@ class ParallelConfig:
     "Shares of the replicas: (1, 1) is two even ones, (2, 1) assigns two thirds of the rows to the first."
     context: int = 1
     "Number of devices that hold parts of each sequence and share its attention."
+    expert: int = 1
+    """Number of groups of shards that divide the rows of a replica, and with the shards the experts of every layer.
+    Expert parallelism without tensor parallelism is `sharding=expert` instead."""
     shards: tuple[int, ...] = (1,)
     "Shares of the shard axis."
     sharding: Sharding = "none"
@@ -61,8 +72,8 @@ class ParallelConfig:
     inner: Inner = "replica"
     "Rank order within a host: the replicas of a stage are adjacent, or the stages of a pipeline."
     devices: tuple[int, ...] = ()
-    """Device of every (lane, replica, part of the sequence, shard), the last fastest; empty: by `inner`, from the first
-    device on."""
+    """Device of every (lane, replica, part of the sequence, position on the expert axis, shard), the last fastest;
+    empty: by `inner`, from the first device on."""
 
     @property
     def stage_count(self) -> int:
@@ -84,7 +95,12 @@ class ParallelConfig:
     @property
     def device_count(self) -> int:
         shards = sum(len(self.shards_of(lane)) for lane in range(self.lane_count))
-        return len(self.replicas) * self.context * shards
+        return len(self.replicas) * self.context * self.expert * shards
+
+    @property
+    def shard_devices(self) -> int:
+        """Number of devices that divide the experts of a layer: the shards of all positions of the expert axis."""
+        return self.expert * len(self.shards)
 
     @property
     def data_shares(self) -> tuple[int, ...]:
@@ -99,7 +115,7 @@ class ParallelConfig:
     @property
     def state_devices(self) -> int:
         """Number of devices of a lane that shard the state of some parameters together, at most."""
-        return len(self.data_shares) * row_parts(self.sharding, self.shards)
+        return len(self.data_shares) * row_parts(self.sharding, self.shards, self.expert)
 
     @property
     def hybrid_group(self) -> int:
@@ -133,15 +149,16 @@ class ParallelConfig:
     def sharding_key(self, lane: int) -> str:
         """Return the key of the lane's programs in `ProgramCache`."""
         name = self.recipes_of(lane)
-        return f"searched/{name}" if name else self.sharding_of(lane)
+        return f"searched/{name}" if name else program_key(self.sharding_of(lane), self.expert)
 
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute[stage] if len(self.recompute) > 1 else self.recompute[0]
 
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
-        """Return the devices of every lane, in grid order (replica, context, shard)."""
-        replicas, shards, lanes = len(self.replicas), self.context * len(self.shards), self.lane_count
-        sizes = [replicas * self.context * len(self.shards_of(lane)) for lane in range(lanes)]
+        """Return the devices of every lane, in grid order (replica, context, expert, shard)."""
+        replicas, parts, lanes = len(self.replicas), self.context * self.expert, self.lane_count
+        shards = parts * len(self.shards)
+        sizes = [replicas * parts * len(self.shards_of(lane)) for lane in range(lanes)]
         if self.devices or self.lane_shards:
             devices, stops = self.devices or tuple(range(sum(sizes))), tuple(itertools.accumulate(sizes))
             return tuple(devices[stop - size : stop] for size, stop in zip(sizes, stops, strict=True))
@@ -177,6 +194,8 @@ class ParallelConfig:
         }
         if self.context > 1:
             words["context"] = str(self.context)
+        if self.expert > 1:
+            words["expert"] = str(self.expert)
         if self.hybrid_group:
             words["state_group"] = str(self.hybrid_group)
         if self.placement:
@@ -195,9 +214,11 @@ def check_config(decisions: ParallelConfig, job: Job, layers: int, devices: int)
     _check_positive("stages", count)
     _check_positive("microbatches", decisions.microbatches)
     _check_positive("context", decisions.context)
+    _check_positive("expert", decisions.expert)
     check_sharded_state(decisions.sharded_state, "sharded_state")
     check_state_group(decisions.state_group, decisions.sharded_state, decisions.replicas, decisions.context)
-    check_expert_state(decisions.sharding, decisions.hybrid_group, "sharding and state_group")
+    check_expert_state(decisions.sharding, decisions.hybrid_group, "sharding and state_group", decisions.expert)
+    check_expert_axis(decisions.expert, decisions.sharding, decisions.shards, "expert")
     if count > layers:
         raise PlanError("There are more stages than layers.", where="stages", seen=count, allowed=f"1 to {layers}")
     if decisions.cuts and list(decisions.cuts) != sorted({*decisions.cuts} & {*range(1, layers)}):
@@ -261,7 +282,8 @@ def _check_devices(decisions: ParallelConfig, devices: int) -> None:
     if needed > devices:
         raise PlanError(
             "The plan needs more devices than the cluster has.",
-            where=f"replicas x stages x {'context x ' if decisions.context > 1 else ''}shards",
+            where=f"replicas x stages x {'context x ' if decisions.context > 1 else ''}"
+            f"{'expert x ' if decisions.expert > 1 else ''}shards",
             seen=f"{len(decisions.replicas)} x {_format_sizes(decisions)} = {needed}",
             allowed=f"at most {devices}",
         )
@@ -274,7 +296,9 @@ def _check_devices(decisions: ParallelConfig, devices: int) -> None:
             allowed=f"{needed} of 0 to {devices - 1}",
         )
     for lane, lane_devices in enumerate(decisions.lane_devices()):
-        check_device_order(decisions.context, len(decisions.shards_of(lane)), lane_devices, "--fix mapping")
+        size = decisions.expert * len(decisions.shards_of(lane))
+        check_device_order(decisions.context, size, lane_devices, "--fix mapping")
+        check_expert_order(decisions.expert, size, lane_devices, "--fix mapping")
 
 
 def _check_job(decisions: ParallelConfig, job: Job) -> None:
@@ -304,6 +328,8 @@ def _check_job(decisions: ParallelConfig, job: Job) -> None:
         )
     if decisions.splits_rows:
         check_expert_rows(job, decisions.microbatches, decisions.replicas, decisions.shards, "shards")
+    elif decisions.expert > 1:
+        check_expert_rows(job, decisions.microbatches, decisions.replicas, (1,) * decisions.expert, "expert")
     check_context(decisions.context, job, decisions.sharding, len(decisions.slices), "context")
     for shares in {decisions.shards, *decisions.lane_shards}:
         slices = decisions.slices if decisions.context == 1 else ()
@@ -314,7 +340,8 @@ def _format_sizes(decisions: ParallelConfig) -> str:
     if decisions.lane_shards:
         return "(" + " + ".join(str(len(shares)) for shares in decisions.lane_shards) + ")"
     context = f" x {decisions.context}" if decisions.context > 1 else ""
-    return f"{decisions.lane_count}{context} x {len(decisions.shards)}"
+    expert = f" x {decisions.expert}" if decisions.expert > 1 else ""
+    return f"{decisions.lane_count}{context}{expert} x {len(decisions.shards)}"
 
 
 def _check_positive(name: str, value: int) -> None:

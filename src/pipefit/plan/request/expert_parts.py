@@ -1,7 +1,8 @@
-"""Expert parallelism (`sharding=expert`): which models, batches and other choices it goes with.
+"""Expert parallelism: which models, batches and other choices it goes with.
 
-The shard axis divides the rows of every replica and the experts of every layer (`shard/experts.py`), so each device
-needs rows and experts.
+With `sharding=expert` the shard axis divides the rows of every replica and the experts of every layer
+(`shard/experts.py`). Beside tensor parallelism an axis of its own (`expert`) divides the rows, and with the shards the
+experts. So each device, or each group of shards, needs rows, and each device needs experts.
 """
 
 from __future__ import annotations
@@ -19,14 +20,32 @@ EXPERT: Final = "expert"
 """The sharding, and the name of the axis in alternatives."""
 
 
+TENSOR_SHARDING: Final = "megatron-sp"
+"""The sharding that an expert axis goes with: it divides tokens among the shards."""
+
+PARTS_PREFIX: Final = "ep"
+
+
 def splits_rows(sharding: str | None) -> bool:
     """Return whether programs of this sharding divide the rows of a replica over the shard axis."""
     return sharding == EXPERT
 
 
-def row_parts(sharding: str, shares: Sequence[int]) -> int:
-    """Return the number of devices of a shard axis with these shares that divide the rows of a replica."""
-    return len(shares) if splits_rows(sharding) else 1
+def row_parts(sharding: str, shares: Sequence[int], expert: int = 1) -> int:
+    """Return the number of parts of the rows of a replica: the devices of a shard axis with these shares if it divides
+    rows, or the positions of an expert axis."""
+    return len(shares) if splits_rows(sharding) else expert
+
+
+def program_key(sharding: str, expert: int) -> str:
+    """Return the key of the layer programs of a sharding beside an expert axis of this size: `megatron-sp/ep4`."""
+    return f"{sharding}/{PARTS_PREFIX}{expert}" if expert > 1 else sharding
+
+
+def parts_of_key(key: str) -> int:
+    """Return the size of the expert axis in a key of layer programs; 1 without one."""
+    sharding, _, parts = key.partition("/")
+    return int(parts.removeprefix(PARTS_PREFIX)) if parts and sharding == TENSOR_SHARDING else 1
 
 
 def divides_rows(batch: int, microbatches: int, replicas: Sequence[int], parts: int) -> bool:
@@ -45,17 +64,21 @@ def smallest_expert_count(model: Model) -> int:
     return min((count for count in counts if count), default=0)
 
 
-def check_experts(model: Model, shares: Sequence[int], where: str) -> None:
-    """Raise PlanError if the experts of a model cannot be divided among devices with these shares."""
+def check_experts(model: Model, shares: Sequence[int], where: str, expert: int = 1) -> None:
+    """Raise PlanError if the experts of a model cannot be divided among devices with these shares, at each of the
+    positions of an expert axis."""
     experts = smallest_expert_count(model)
     if not experts:
         raise PlanError(
             "Expert parallelism divides experts, and this model has none.",
             where=where,
-            seen=f"sharding={EXPERT}",
-            allowed="sharding=megatron, megatron-sp or searched",
-            next_step="leave out ep, or shards and sharding",
+            seen=f"{EXPERT}={expert}" if expert > 1 else f"sharding={EXPERT}",
+            allowed="sharding=megatron, megatron-sp or searched" + (", without expert" if expert > 1 else ""),
+            next_step="leave out ep, or expert" if expert > 1 else "leave out ep, or shards and sharding",
         )
+    if expert > 1:
+        _check_axis_experts(model, expert, shares, where)
+        return
     if len(shares) > experts:
         raise PlanError(
             "There are more devices than experts in a layer.",
@@ -65,27 +88,89 @@ def check_experts(model: Model, shares: Sequence[int], where: str) -> None:
         )
 
 
+def _check_axis_experts(model: Model, expert: int, shares: Sequence[int], where: str) -> None:
+    from pipefit.shard.experts import TOKEN_DIM, expert_count
+
+    counts = {expert_count(graph, TOKEN_DIM) for graph in model.graphs.values()} - {0}
+    least = min(counts)
+    fitting = [size for size in range(2, least // len(shares) + 1) if not any(count % size for count in counts)]
+    if expert not in fitting:
+        raise PlanError(
+            "The experts of a layer do not divide among the devices of expert and tensor parallelism.",
+            where=where,
+            seen=f"{' or '.join(map(str, sorted(counts)))} experts for {expert} x {len(shares)} devices",
+            allowed=f"{EXPERT} of {', '.join(map(str, fitting))} beside {len(shares)} shards"
+            if fitting
+            else f"no {EXPERT} beside {len(shares)} shards: a layer has too few experts",
+            next_step=f"fix {EXPERT}={min(fitting, key=lambda size: abs(size - expert))}, "
+            f"or ep={len(shares) * min(fitting, key=lambda size: abs(size - expert))} beside tp={len(shares)}"
+            if fitting
+            else f"leave out {EXPERT} (ep)",
+        )
+
+
+def check_expert_axis(expert: int, sharding: str | None, shares: Sequence[int], where: str) -> None:
+    """Raise PlanError for an expert axis without tensor and sequence parallelism, or beside uneven shards."""
+    if expert == 1:
+        return
+    if sharding != TENSOR_SHARDING or len(shares) == 1:
+        raise PlanError(
+            "An expert axis goes with tensor parallelism that divides tokens.",
+            where=where,
+            seen=f"{EXPERT}={expert}, shards={len(shares)}, sharding={sharding}",
+            allowed=f"shards=2 or more, with sharding={TENSOR_SHARDING}",
+            next_step=f"for experts on undivided layers fix shards={expert} and sharding={EXPERT} (ep={expert})"
+            if len(shares) == 1
+            else f"fix sharding={TENSOR_SHARDING}, or leave out {EXPERT} (ep)",
+        )
+    if len({*shares}) > 1:
+        raise PlanError(
+            "Beside an expert axis the shards are equal.",
+            where=where,
+            seen=f"shards {':'.join(map(str, shares))}, {EXPERT}={expert}",
+            allowed=f"shards={len(shares)}",
+        )
+
+
+def check_expert_order(expert: int, size: int, devices: Sequence[int], where: str) -> None:
+    """Raise PlanError unless the devices that divide experts are in rising order, in every group of `size`. `devices`
+    are those of a lane, in grid order."""
+    for start in range(0, len(devices) if expert > 1 else 0, size):
+        group = list(devices[start : start + size])
+        if group != sorted(group):
+            raise PlanError(
+                "The devices that divide the experts of a layer must be in rising order: ranks are numbered by device.",
+                where=where,
+                seen=", ".join(map(str, group)),
+                allowed=", ".join(map(str, sorted(group))),
+            )
+
+
 def expert_problems(plan: Plan) -> Iterator[PlanError]:
     """Yield errors of the stages of a plan with expert parallelism."""
     for index, stage in enumerate(plan.stages):
-        if not splits_rows(stage.sharding):
-            continue
         where, mesh = f"stages[{index}]", plan.stage_mesh(index)
+        axis = mesh.find_axis("expert").shares
+        if not splits_rows(stage.sharding) and len(axis) == 1:
+            continue
         replicas, shares = mesh.find_axis("replica").shares, mesh.find_axis("shard").shares
+        row_shares = shares if splits_rows(stage.sharding) else axis
         try:
-            check_expert_state(stage.sharding, stage.state_group, f"{where}.state_group")
-            check_expert_rows(plan.job, plan.order.microbatches, replicas, shares, f"{where}.group")
+            check_expert_axis(len(axis), stage.sharding, shares, f"{where}.group")
+            check_expert_order(len(axis), len(axis) * len(shares), mesh.devices, f"groups[{stage.group}].devices")
+            check_expert_state(stage.sharding, stage.state_group, f"{where}.state_group", len(axis))
+            check_expert_rows(plan.job, plan.order.microbatches, replicas, row_shares, f"{where}.group")
         except PlanError as error:
             yield error
 
 
-def check_expert_state(sharding: str | None, state_group: int, where: str) -> None:
+def check_expert_state(sharding: str | None, state_group: int, where: str, expert: int = 1) -> None:
     """Raise PlanError for groups that shard state (HSDP) beside expert parallelism."""
-    if splits_rows(sharding) and state_group:
+    if (splits_rows(sharding) or expert > 1) and state_group:
         raise PlanError(
             "Expert parallelism shards state over all devices of a stage, not over groups of them.",
             where=where,
-            seen=f"sharding={EXPERT}, state_group={state_group}",
+            seen=f"{f'{EXPERT}={expert}' if expert > 1 else f'sharding={EXPERT}'}, state_group={state_group}",
             allowed="state_group=all",
             next_step="leave out state_group (hsdp)",
         )

@@ -12,7 +12,7 @@ from pipefit.plan.request.constraints import Constraints
 VALUES_TRIED = 64
 """Nearest values tried for each fix."""
 
-COUNTS = ("replicas", "context", "shards", "stages", "microbatches", "state_group")
+COUNTS = ("replicas", "context", "expert", "shards", "stages", "microbatches", "state_group")
 """Fixes with a count that the message replaces by the nearest value."""
 
 

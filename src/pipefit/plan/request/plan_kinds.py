@@ -26,7 +26,7 @@ def parallel_axes(decisions: ParallelConfig) -> tuple[str, ...]:
     shards = max(len(decisions.shards_of(lane)) for lane in range(decisions.lane_count))
     sizes = {
         "data": len(decisions.replicas),
-        "expert": shards if decisions.splits_rows else 1,
+        "expert": shards if decisions.splits_rows else decisions.expert,
         "context": decisions.context,
         "tensor": 1 if decisions.splits_rows else shards,
         "pipeline": decisions.lane_count,
@@ -51,7 +51,9 @@ KINDS: tuple[PlanKind, ...] = (
     PlanKind("searched shard programs", lambda decisions: decisions.sharding == "searched"),
     PlanKind("expert", _uses_axes("expert")),
     PlanKind("expert + data", _uses_axes("data", "expert")),
-    PlanKind("expert + pipeline or context", lambda decisions: decisions.splits_rows),
+    PlanKind("expert + tensor", _uses_axes("expert", "tensor")),
+    PlanKind("expert + tensor + data", _uses_axes("data", "expert", "tensor")),
+    PlanKind("expert + pipeline or context", lambda decisions: decisions.splits_rows or decisions.expert > 1),
     PlanKind("context", _uses_axes("context")),
     PlanKind("context + data", _uses_axes("data", "context")),
     PlanKind("context + tensor or pipeline", lambda decisions: decisions.context > 1),

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.comm.lowerings import shard_collective
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import LayerCosts, layer_seconds
+from pipefit.cost.pipeline.expert_traffic import collective_key, exchange_rings, stage_collective
 from pipefit.cost.pipeline.rings import shard_rings
 from pipefit.cost.pipeline.table import slice_places
 from pipefit.cost.types import Array
@@ -94,14 +94,15 @@ class SliceRows:
         device, rows, position = at
         kind = self.network.kinds[device]
         rings = shard_rings(stage) if stage.group.find_axis("shard").size > 1 else None
+        exchanging = exchange_rings(stage, self.network)
         programs, index = self._distinct_programs(stage, position)
         seconds = []
         for graph, shares in programs:
             start, stop = split_by_shares(tokens, shares)[position]
             own_first = None if stage.has_equal_shards else start
             shape = MicrobatchShape(rows, tokens, past, stop - start, earlier, own_first=own_first)
-            collective = shard_collective(self.network, rings, shares) if rings else None
-            name = (rings, shares) if stage.shares else rings
+            collective = stage_collective(self.network, rings, shares, exchanging) if rings else None
+            name = collective_key(stage, rings, shares, exchanging)
             query = LayerQuery(graph, shape, kind, precision, stage.recompute, collective, name)
             times = layer_seconds(self.layers, query)
             seconds.append((times.forward_s, times.least_backward_s))
@@ -129,7 +130,7 @@ def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int,
     shards = stage.group.find_axis("shard")
     locations: dict[object, tuple[int, int, int]] = {}
     for index, device in enumerate(stage.group.devices):
-        replica, position = divmod(index, shards.size)
-        row_position = stage.rows[replica], 0 if stage.has_equal_shards else position
+        group, position = divmod(index, shards.size)
+        row_position = stage.part_rows(group // stage.expert_parts), 0 if stage.has_equal_shards else position
         locations.setdefault((network.kinds[device].name, *row_position), (device, *row_position))
     return list(locations.values())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pipefit.data.feed_arrays import RowReader
+from pipefit.data.feed_arrays import RowReader, take_part
 from pipefit.data.rows import RowSplit
 from pipefit.data.samples import HELD_OUT, UserSamples
 from pipefit.data.stepplan import StepPlan, batch_shape, evaluation_batches, evaluation_plan, step_plan
@@ -21,7 +21,7 @@ from pipefit.model.capture.counted import loss_divisor
 from pipefit.model.graph import Model, TensorSpec
 from pipefit.plan.types import Plan
 from pipefit.precision import COMPUTE_TYPE
-from pipefit.run.inputs.feeds import device_place, make_inputs
+from pipefit.run.inputs.feeds import device_place, make_inputs, row_part
 from pipefit.run.inputs.label_count import LabelCount
 from pipefit.run.stage_inputs import StageInputs
 from pipefit.run.transfers.packed import Counts
@@ -114,6 +114,7 @@ class SampleBatchSource:
         self._plan, self._samples, self._torch_device, self._total = plan, samples, torch_device, total
         self._dtype = getattr(torch, COMPUTE_TYPE[plan.job.precision])
         self._stage, self._replica = device_place(plan, device)
+        self._part = row_part(plan, device)
         self._shape = batch_shape(plan)
         self.rows = replace(samples.rows, sequence=plan.job.sequence, last_labels=plan.job.sequence)
         self.digest = samples.digest
@@ -152,7 +153,7 @@ class SampleBatchSource:
 
     def _microbatch_inputs(self, batch: StepPlan, microbatch: int, step: int) -> StageInputs:
         """Return the inputs of one microbatch on the CPU."""
-        start, stop = batch.batch_run(self._stage, microbatch, self._replica)
+        start, stop = take_part(batch.batch_run(self._stage, microbatch, self._replica), *self._part)
         arrays = self._samples.take_rows(batch.rows[start:stop], list(self._fed), self._plan.job.seed, step)
         feed = StageInputs(rows=torch.arange(start, stop), step=max(0, step))
         data = {}

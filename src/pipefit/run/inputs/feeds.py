@@ -18,10 +18,10 @@ def make_inputs(
 ) -> list[list[StageInputs]]:
     """Return inputs[microbatch][slice] of `device` for a training step, or for one batch of an evaluation."""
     stage, replica = device_place(plan, device)
-    runs = token_runs(plan, device)
+    runs, part = token_runs(plan, device), row_part(plan, device)
 
     def arrays_of(microbatch: int, slice_: int) -> FeedArrays:
-        arrays = feed_arrays(rows, step_plan, stage, microbatch, replica, slice_)
+        arrays = feed_arrays(rows, step_plan, stage, microbatch, replica, slice_, part)
         return arrays.take_tokens(runs) if runs else arrays
 
     return [
@@ -37,6 +37,12 @@ def device_place(plan: Plan, device: int) -> tuple[int, int]:
     """Return (a stage of the device's lane, the device's replica)."""
     lane = device_lane(plan, device)
     return plan.order.placement.index(lane), plan.lane_mesh(lane).axis_position(device, "replica")
+
+
+def row_part(plan: Plan, device: int) -> tuple[int, int]:
+    """Return (position, size) of the expert axis that divides the rows of the device's replica; (0, 1) without one."""
+    mesh = plan.lane_mesh(device_lane(plan, device))
+    return mesh.axis_position(device, "expert"), mesh.find_axis("expert").size
 
 
 def token_runs(plan: Plan, device: int) -> tuple[Run, ...]:

@@ -57,6 +57,8 @@ class OperatorContext:
     "The stage's ShardContext, or None."
     sequence: Any = None
     "The stage's ShardContext along its context axis, whose devices hold parts of each sequence; or None."
+    experts: Any = None
+    "The stage's ShardContext over its expert axis and its shards together, which divide experts; or None."
     modules: Mapping[str, torch.nn.Module] | None = None
     "The user's modules that could not be captured, by the key of their opaque operator."
 

@@ -1,4 +1,5 @@
-"""moe_shard(x, router, gate_up, down): `moe` with local tokens and local experts on every device of the shard axis.
+"""moe_shard(x, router, gate_up, down): `moe` with local tokens and local experts on every device of the shard axis,
+or of an expert axis and the shard axis together.
 
 Every device routes its tokens and sends each pair's input to the device of its expert (an all-to-all-v whose counts are
 exchanged first). It computes the received pairs of its own experts, sends the results back, and sums the weighted
@@ -14,6 +15,7 @@ import torch
 
 from pipefit.lab.pace import pace_collective
 from pipefit.model.graph import Operator
+from pipefit.model.ops.moe import EXPERT_PARTS
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.ops.moe import ACTIVATIONS, apply_linear, run_experts
@@ -44,10 +46,11 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], shard: 
 def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
     normalize, activation = bool(operator.attributes["normalize"]), ACTIVATIONS[operator.attributes["activation"]]
-    layer, shard = context.layer, context.shard
+    layer, parts = context.layer, int(operator.attributes.get(EXPERT_PARTS, 1))
+    shard: ShardContext | None = context.experts if parts > 1 else context.shard
     assert shard is not None, "experts of several devices in a stage without a shard axis"
     wide = torch.promote_types(context.dtype, torch.float32)
-    lengths = [stop - start for start, stop in shard.runs(experts)]
+    lengths = [stop - start for start, stop in context.shard.runs(experts // parts)] * parts
     local_experts = lengths[shard.position]
 
     def count_pairs(chosen: torch.Tensor) -> tuple[list[int], list[list[int]]]:

@@ -58,6 +58,7 @@ class StageProgram:
         dtype: torch.dtype = torch.float32,
         shard: ShardContext | None = None,
         sequence: ShardContext | None = None,
+        experts: ShardContext | None = None,
         seed: int = 0,
         first_layer_index: int = 0,
         slices: int = 1,
@@ -73,14 +74,15 @@ class StageProgram:
         pointwise regions (a torch.compile backend, None for eager; auto: inductor on CUDA). Without `backward` a
         forward saves nothing: the stage and all stages before it are frozen. Without `input_gradient` all stages before
         it are. `side_loss` is the last layer's name for a loss besides the hidden state. `sequence` is the position on
-        the context axis, if there is one. The parameters named in `released` get their storage from sharded layers
-        (ZeRO-3)."""
+        the context axis, if there is one, and `experts` that on an expert axis and its shards together. The parameters
+        named in `released` get their storage from sharded layers (ZeRO-3)."""
         self.layers = tuple(layers)
         self.recompute = recompute
         self.device = torch.device(device)
         self.dtype = dtype
         self.shard = shard
         self.sequence = sequence
+        self.experts = experts
         self.slices = slices
         self.backend = ("inductor" if self.device.type == "cuda" else None) if backend == "auto" else backend
         self.on_layer_gradients: Callable[[int], None] | None = None
@@ -122,6 +124,7 @@ class StageProgram:
                 slices=self.slices,
                 shard=shard,
                 sequence=self.sequence,
+                experts=self.experts,
                 modules=modules,
             )
             for index in range(len(layer.graph.operators))

@@ -17,7 +17,6 @@ from pipefit.lab.pace import pace_program
 from pipefit.layout import AxisName, Box, Mesh, held_box, parse_form
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
-from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
 from pipefit.optimizers.sharded_state import SHARDED_FORM, form_layout
 from pipefit.plan.assemble.shard_programs import (
@@ -30,7 +29,7 @@ from pipefit.plan.assemble.shard_programs import (
 from pipefit.plan.request.context_parts import context_problems
 from pipefit.plan.request.sequence_length import length_problems
 from pipefit.plan.request.sliceable import document_problems, slice_problems
-from pipefit.plan.types import ParameterPlan, Plan, Stage
+from pipefit.plan.types import ParameterPlan, Plan
 from pipefit.precision import NUMBER_TYPES
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.initial_values import Value, initial_values
@@ -45,6 +44,7 @@ from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers
 from pipefit.run.worker.runnable import check_runnable
 from pipefit.run.worker.sharding import bind_sharded_layers, check_stored_forms, held_state, released_parameters
+from pipefit.run.worker.stage_parameters import layer_places, parameter_box, parameter_forms, whole_gradient_names
 from pipefit.run.worker.worker import Frozen, Worker, device_lane
 from pipefit.schedule.lowering.frozen import with_backward
 from pipefit.shard.apart import check_row_independence
@@ -178,10 +178,9 @@ def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]
     cache = ProgramCache(model, plan.recipes)
     result: list[Mapping[str, LayerProgram]] = []
     for index, stage in enumerate(plan.stages):
-        shares = plan.groups[stage.group].to_mesh().find_axis("shard").shares
-        programs = {
-            layer.graph: cache.layer_program(layer, sharding_key(stage), shares) for layer in stage_layers(model, stage)
-        }
+        group = plan.groups[stage.group].to_mesh()
+        shares, key = group.find_axis("shard").shares, sharding_key(stage, group)
+        programs = {layer.graph: cache.layer_program(layer, key, shares) for layer in stage_layers(model, stage)}
         check_layer_shares([programs[layer.graph] for layer in stage_layers(model, stage)], shares, f"stages[{index}]")
         seen = program_hash([programs[layer.graph] for layer in stage_layers(model, stage)])
         if stage.program and seen != stage.program:
@@ -221,6 +220,7 @@ def _build_program(
         dtype=dtype,
         shard=shard,
         sequence=_axis_place(group, "context", place, comms),
+        experts=_expert_place(group, place, comms),
         seed=plan.job.seed,
         first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
         slices=len(plan.order.slices),
@@ -241,6 +241,15 @@ def _axis_place(group: Mesh, name: AxisName, place: RankPlace, comms: CommGroups
     members = [place.ranks[d] for d in group.devices_along(place.device, (name,))]
     position = group.axis_position(place.device, name)
     return ShardContext(group=comms.find_group(members), shares=axis.shares, position=position)
+
+
+def _expert_place(group: Mesh, place: RankPlace, comms: CommGroups) -> ShardContext | None:
+    """Return the place of this rank among the devices of an expert axis and its shards; None without such an axis."""
+    if group.find_axis("expert").size == 1:
+        return None
+    devices = group.devices_along(place.device, ("expert", "shard"))
+    members = comms.find_group([place.ranks[device] for device in devices])
+    return ShardContext(group=members, shares=(1,) * len(devices), position=devices.index(place.device))
 
 
 def _opaque_modules(
@@ -266,15 +275,13 @@ def _bucket_entries(
     frozen: dict[str, Frozen] = {}
     for stage, program in programs.items():
         group = place.groups[stage]
-        places = _layer_places(model, plan.stages[stage])
-        alike = _whole_gradient_names(model, plan.stages[stage], programs_of[stage])
+        places = layer_places(model, plan.stages[stage])
+        alike = whole_gradient_names(model, plan.stages[stage], programs_of[stage])
         for parameter in plan.parameters:
             tensor = program.parameters.get(parameter.name)
             if tensor is None:
                 continue
-            box = _parameter_box(
-                parameter, model, plan.stages[stage], programs_of[stage], group.axis_position(place.device, "shard")
-            )
+            box = parameter_box(parameter, model, plan.stages[stage], programs_of[stage], (group, place.device))
             assert tuple(b - a for a, b in box) == tuple(tensor.shape), (parameter.name, box, tensor.shape)
             if parameter.name in entries:
                 entries[parameter.name].twin = tensor
@@ -284,15 +291,17 @@ def _bucket_entries(
             if not released:
                 with torch.no_grad():
                     tensor.copy_(fill())
-            form = _parameter_form(parameter.name, model, plan.stages[stage], programs_of[stage])
+            form, expert_form = parameter_forms(parameter.name, model, plan.stages[stage], programs_of[stage])
             if len(parameter.uses) > 1:
                 forms = [parse_form(form if axis.name == "shard" else "I") for axis in group.axes]
                 assert box == held_box(parameter.shape, group, forms, place.device), parameter.name
             if tensor.requires_grad:
                 layer = places[parameter.name]
                 own_alike: tuple[AxisName, ...] = ("shard",) if parameter.name in alike else ()
+                split_over: list[AxisName] = ["shard"] if form != "I" else []
+                split_over += ["expert"] if expert_form != "I" else []
                 entries[parameter.name] = _bucket_entry(
-                    plan, parameter, stage, layer, box, tensor, place, form, own_alike
+                    plan, parameter, stage, layer, box, tensor, place, split_over, own_alike
                 )
                 entries[parameter.name].fill = fill if released else None
             else:
@@ -309,16 +318,16 @@ def _bucket_entry(
     box: Box,
     tensor: torch.nn.Parameter,
     place: RankPlace,
-    form: str,
+    split_over: Sequence[AxisName],
     alike: Sequence[AxisName],
 ) -> BucketEntry:
-    """Build the entry of a parameter. `form`: its local layout along the shard axis, which may differ from the owner's;
-    `alike`: axes along which every device has the complete gradient."""
+    """Build the entry of a parameter. `split_over`: axes along which it is split in this stage, which may differ from
+    the owner's; `alike`: axes along which every device has the complete gradient."""
     axes = [axis for axis in place.groups[stage].axes if axis.size > 1]
     owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
     state = {axis.name: axis_state for axis, axis_state in zip(owner.axes, parameter.state, strict=True)}
     lanes = {plan.order.placement[use] for use in parameter.uses}
-    copied = [axis.name for axis in axes if axis.name != "shard" or form == "I"]
+    copied = [axis.name for axis in axes if axis.name not in split_over]
     return BucketEntry(
         name=parameter.name,
         stage=stage,
@@ -338,44 +347,6 @@ def _bucket_entry(
     )
 
 
-def _parameter_box(
-    parameter: ParameterPlan, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], position: int
-) -> Box:
-    """Return the box held by a device at this position of the shard axis. Its bounds are sums of the local shapes in
-    the sharded graphs."""
-    full_box = tuple((0, length) for length in parameter.shape)
-    for layer in stage_layers(model, stage):
-        for local, name in layer.parameters.items():
-            if name == parameter.name:
-                program = programs[layer.graph]
-                form = program.parameters[local]
-                if form.kind != "G" or form.dim is None:
-                    return full_box
-                sizes = [graph.find_parameter(local).shape[form.dim] for graph in program.graphs]
-                start = sum(sizes[:position])
-                run = (start, start + sizes[position])
-                return (*full_box[: form.dim], run, *full_box[form.dim + 1 :])
-    raise AssertionError(f"{parameter.name} is not in the stage")
-
-
-def _whole_gradient_names(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> set[str]:
-    """Return global names of parameters whose complete gradient is computed on every device of the shard axis."""
-    return {
-        layer.parameters[local]
-        for layer in stage_layers(model, stage)
-        for local in reduced_nowhere(programs[layer.graph].graphs[0])
-    }
-
-
-def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
-    """Return global name -> the first layer within the stage that uses it: the last that a backward completes."""
-    places: dict[str, int] = {}
-    for index, layer in enumerate(stage_layers(model, stage)):
-        for name in layer.parameters.values():
-            places.setdefault(name, index)
-    return places
-
-
 def tied_uses(
     plan: Plan, model: Model, programs_of: Sequence[Mapping[str, LayerProgram]]
 ) -> dict[str, tuple[tuple[int, ...], dict[int, TiedUse]]]:
@@ -385,7 +356,7 @@ def tied_uses(
         who: dict[int, TiedUse] = {}
         for stage in parameter.uses:
             group = plan.groups[plan.stages[stage].group].to_mesh()
-            form = _parameter_form(parameter.name, model, plan.stages[stage], programs_of[stage])
+            form, _ = parameter_forms(parameter.name, model, plan.stages[stage], programs_of[stage])
             forms = tuple(form if axis.name == "shard" else "I" for axis in group.axes)
             who.setdefault(plan.order.placement[stage], TiedUse(stage, group, forms))
         if len(who) > 1 and parameter.trainable:
@@ -407,7 +378,7 @@ def shared_devices(
     stages differ in this, their gradients are exchanged like those of any tied parameter.
     """
     alike = [
-        _whole_gradient_names(model, stage, programs) for stage, programs in zip(plan.stages, programs_of, strict=True)
+        whole_gradient_names(model, stage, programs) for stage, programs in zip(plan.stages, programs_of, strict=True)
     ]
     device_groups: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, (_, who) in uses.items():
@@ -429,14 +400,6 @@ def shared_devices(
 
 def _shard_form(use: TiedUse) -> str:
     return next((form for axis, form in zip(use.group.axes, use.forms, strict=True) if axis.name == "shard"), "I")
-
-
-def _parameter_form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
-    for layer in stage_layers(model, stage):
-        for local, global_name in layer.parameters.items():
-            if global_name == name:
-                return str(programs[layer.graph].parameters[local])
-    raise AssertionError(f"{name} is not in the stage")
 
 
 def _scatter_places(entries: Sequence[BucketEntry], place: RankPlace) -> dict[object, tuple[int, int]]:

@@ -6,7 +6,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import AxisName, Mesh
 from pipefit.plan.types import Plan
 
-SUPPORTED_AXES: tuple[AxisName, ...] = ("replica", "context", "shard")
+SUPPORTED_AXES: tuple[AxisName, ...] = ("replica", "context", "expert", "shard")
 
 
 def check_runnable(plan: Plan) -> None:
@@ -32,7 +32,7 @@ def check_runnable(plan: Plan) -> None:
             )
         group = plan.stage_mesh(index)
         for device in group.devices:
-            axis = group.devices_along(device, ("shard",))
+            axis = group.devices_along(device, ("expert", "shard"))
             if list(axis) != sorted(axis):
                 raise PlanError(
                     "The devices of a shard axis must be in rising order: ranks are numbered by device.",

@@ -33,18 +33,21 @@ def check_stored_forms(plan: Plan, index: int, layers: Sequence[Layer], programs
     group = plan.stage_mesh(index)
     if group.find_axis("shard").size == 1:
         return
-    axis = [axis.name for axis in group.axes].index("shard")
+    axes = {axis.name: place for place, axis in enumerate(group.axes)}
     for layer in layers:
-        for local, form in programs[layer.graph].parameters.items():
+        program = programs[layer.graph]
+        for local, form in program.parameters.items():
             parameter = owned.get(layer.parameters[local])
-            if parameter is not None and parameter.stored[axis] != str(form):
-                raise StalePlanError(
-                    "The plan stores a parameter in another form than its program.",
-                    where=f"stages[{index}], parameter {parameter.name!r}",
-                    seen=f"{parameter.stored[axis]} along the shards",
-                    allowed=str(form),
-                    next_step="make the plan again",
-                )
+            forms = {"shard": str(form), "expert": str(program.expert_forms.get(local, "I"))}
+            for name, wanted in forms.items():
+                if parameter is not None and name in axes and parameter.stored[axes[name]] != wanted:
+                    raise StalePlanError(
+                        "The plan stores a parameter in another form than its program.",
+                        where=f"stages[{index}], parameter {parameter.name!r}",
+                        seen=f"{parameter.stored[axes[name]]} along the {name}s",
+                        allowed=wanted,
+                        next_step="make the plan again",
+                    )
 
 
 def released_parameters(plan: Plan, stage: int, group: Mesh) -> set[str]:

@@ -83,7 +83,9 @@ def search_groups(context: PlannerContext, job: Job, constraints: Constraints, f
 
 def _groups_apply(context: PlannerContext, job: Job, constraints: Constraints) -> bool:
     """Return whether groups are enabled, the constraints leave room for them, and the cluster has several devices."""
-    if constraints.groups is False or constraints.context_size > 1 or constraints.state_group:
+    if constraints.groups is False or constraints.state_group:
+        return False
+    if constraints.devices_per_replica > constraints.shard_count:  # a context or an expert axis
         return False
     excluding = (constraints.placement, constraints.cuts, constraints.inner)
     if context.network.devices < 2 or excluding != (None, None, None) or constraints.slices not in (None, 1):
