@@ -12,7 +12,7 @@ import pytest
 from tests.plan.test_expert_parallelism import CLUSTER, JOB, many_experts
 from tests.support import worker_plans as plans
 
-from pipefit.cluster import parse_spec
+from pipefit.cluster import load_cluster, parse_spec
 from pipefit.codec import dump_text
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.comm.lowerings import lowerings_over, shard_collective
@@ -38,6 +38,7 @@ from pipefit.plan.types import Job, Plan
 from pipefit.run.worker.build import stage_programs
 from pipefit.show.traffic import step_traffic
 
+ROOT = Path(__file__).parents[2]
 AXIS: dict[str, Any] = {"expert": 2, "shards": (1, 1), "sharding": "megatron-sp", "microbatches": 4}
 
 
@@ -209,6 +210,20 @@ def test_bounds_are_those_of_the_exact_rows() -> None:
         exact = cutter.stage_rows(job, panel.decisions_at(0))[0]
         assert panel.program == ("megatron-sp/ep2", (1, 1))
         assert bounds.lane_forward_s.max() == pytest.approx(exact.forward_s.sum())
+
+
+def test_unlike_devices_are_planned_on_request() -> None:
+    cluster = load_cluster(ROOT / "examples" / "clusters" / "mixed-kinds.json")
+    job = Job(batch=16, sequence=512, precision="bfloat16")
+    plan = make_plan(many_experts(), cluster, job, parse_constraints(["tp=2", "ep=4", "microbatches=4"], 16))
+    assert plan.decisions["expert"] == "2" and not list(plan_problems(plan, many_experts(), cluster))
+
+
+def test_nearest_fixes_keep_the_axis_beside_shards() -> None:
+    job = Job(batch=16, sequence=512, precision="bfloat16")
+    with pytest.raises(PlanError, match="more devices than the cluster has") as refused:
+        make_plan(many_experts(), parse_spec("8xH100"), job, parse_constraints(["tp=2", "ep=8", "pp=2"], 16))
+    assert "expert=2 shards=2 stages=2" in str(refused.value) and "shards=1" not in str(refused.value)
 
 
 REFUSED: list[tuple[str, list[str]]] = [

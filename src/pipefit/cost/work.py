@@ -119,8 +119,8 @@ class StageWork:
         return 1.0 - away / max(self.parameters.trainable)
 
     def part_rows(self, replica: int) -> int:
-        """Return the rows of a microbatch at one position of a replica's expert axis."""
-        return self.rows[replica] // self.expert_parts
+        """Return the rows of a microbatch at one position of a replica's expert axis, the most where they differ."""
+        return -(-self.rows[replica] // self.expert_parts)
 
     @property
     def shards_state(self) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.run.worker.test_exact import check_clipping, check_one_step, check_some_steps
+from tests.run.worker.test_state import interrupted, uninterrupted
 from tests.support import worker_plans as plans
 
 pytestmark = pytest.mark.gloo
@@ -72,3 +74,28 @@ def test_parameters_agree_after_some_steps(gloo_pool, case):
 def test_clipping_takes_the_same_norm(gloo_pool, case):
     name, make = CASES[case]
     check_clipping(gloo_pool, make(), name)
+
+
+OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "to one process": ({"sharded_state": "optimizer", "replicas": (1, 1)}, {"expert": 1, "shards": (1,)}),
+    "to another size": ({"expert": 4}, {"sharded_state": "parameters", "replicas": (1, 1)}),
+    "from experts divided with rows": ({"expert": 1, "shards": (1,) * 4}, {"sharded_state": "gradients", "stages": 2}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_a_resume_under_another_plan_agrees(gloo_pool, tmp_path, case):
+    name = "eight-experts"
+
+    def make(decisions: dict[str, Any]) -> Any:
+        axis = {"expert": 2, "shards": (1, 1), "microbatches": 2} | decisions
+        program = "megatron-sp" if axis["expert"] > 1 else "expert" if len(axis["shards"]) > 1 else "none"
+        return plans.plan(name, sharding=program, **axis)
+
+    before, after = map(make, OTHER[case])
+    resumed = interrupted(gloo_pool, tmp_path, name, before, after)
+    straight = uninterrupted(gloo_pool, name, plans.plan(name, microbatches=1))
+    np.testing.assert_allclose(resumed["steps"], straight["steps"], rtol=1e-10)
+    for parameter, value in straight["parameters"].items():
+        error = np.abs(resumed["parameters"][parameter] - value).max()
+        assert error <= 1e-10 * np.abs(value).max(), f"{parameter}: {error / np.abs(value).max():.3g}"

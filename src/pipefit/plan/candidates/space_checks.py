@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipefit.errors import PlanError
 from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS
 from pipefit.plan.candidates.space import divisors_of, families_only, iter_candidates
-from pipefit.plan.request.constraints import Constraints
+from pipefit.plan.request.constraints import Constraints, check_expert_constraints
 from pipefit.plan.request.context_parts import check_context
 from pipefit.plan.request.decisions import Sharding
 from pipefit.plan.request.expert_parts import check_expert_rows, splits_rows
@@ -19,6 +19,7 @@ from pipefit.schedule.families import FAMILIES
 def check_space(job: Job, layers: int, devices: int, constraints: Constraints) -> None:
     """Raise PlanError, with the reason, if the constraints leave nothing to consider."""
     constraints = families_only(constraints)
+    check_expert_constraints(constraints)
     microbatches = constraints.microbatches or 1
     if job.batch % microbatches:
         raise PlanError(

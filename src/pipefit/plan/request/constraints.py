@@ -399,7 +399,7 @@ def check_agreement(constraints: Constraints) -> None:
             seen=f"shards={len(shards)}, sharding={sharding}",
             allowed="shards=2 with sharding=megatron, megatron-sp, expert or searched",
         )
-    _check_expert_axis(constraints)
+    check_expert_constraints(constraints)
     check_state_group(
         constraints.state_group or 0,
         constraints.sharded_state,
@@ -416,7 +416,7 @@ def check_agreement(constraints: Constraints) -> None:
         )
 
 
-def _check_expert_axis(constraints: Constraints) -> None:
+def check_expert_constraints(constraints: Constraints) -> None:
     """Raise PlanError for expert parallelism that contradicts other constraints."""
     expert, shards = constraints.expert_size, constraints.shards or (1,)
     named = constraints.sharding or (TENSOR_SHARDING if len(shards) > 1 else "none")
