@@ -20,7 +20,7 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.lanes import lane_parts
 from pipefit.cost.pipeline.reductions import gather_s, reduce_s
 from pipefit.cost.pipeline.table import layer_costs
-from pipefit.cost.work import state_share
+from pipefit.cost.work import COMPLETE_STATE, state_share
 from pipefit.errors import PlanError, StalePlanError
 from pipefit.model.ops.moe import EXPERT_EXCHANGE
 from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
@@ -31,6 +31,7 @@ from pipefit.plan.check.rules import plan_problems
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.explain.text import choice_keys, explain_text
 from pipefit.plan.make import make_plan
+from pipefit.plan.passes import group_state
 from pipefit.plan.passes.search_space import list_base_grids
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, parse_constraints
 from pipefit.plan.request.decisions import ParallelConfig
@@ -191,6 +192,30 @@ def test_a_plan_by_hand_is_checked() -> None:
     assert "in rising order" in told(replace(plan, groups=(turned,)))
     few = replace(plan, job=replace(JOB, batch=20), spaces=(replace(plan.spaces[0], rows=20),))
     assert "do not divide among the devices" in told(few)
+
+
+def test_state_is_sharded_over_the_axis_unless_it_divides_the_parameter() -> None:
+    plan = plan_of(sharded_state="optimizer", replicas=(1, 1))
+    states = {len(parameter.shape) == 3: parameter.state[:2] for parameter in plan.parameters}
+    assert states == {True: ("Gflat", "G0"), False: ("Gflat", "Gflat")}
+
+
+def test_groups_that_shard_state_are_not_tried_for_it() -> None:
+    """On slow links between hosts a search of groups follows; without the axis it has grids to try."""
+    context = PlannerContext(many_experts(), parse_spec("2x4xH100:25Gbit/s"))
+    for pins, tried in (("tp=2 ep=4 dp=4", 0), ("tp=1 dp=8", 1)):
+        fixed = parse_constraints([*pins.split(), "pp=1", "zero=2", "microbatches=8"], JOB.batch)
+        grids = list_base_grids(context, JOB, fixed)
+        assert min(1, sum(len([*group_state._with_groups(grid, context)]) for grid in grids)) == tried
+
+
+@pytest.mark.parametrize("program", [("megatron-sp/ep2", (1, 1)), ("expert", (1, 1))])
+def test_a_sequence_in_one_slice_costs_as_much_as_one_without(program) -> None:
+    cutter = PlannerContext(many_experts(), parse_spec("8xH100")).layer_cutter
+    pairs, slicer = frozenset({("H100", 8)}), slicer_of(cutter, JOB, NO_CONSTRAINTS)
+    row = slicer.rows.slice_row(slicer.stage_work(pairs, "none", program), (JOB.sequence,), JOB.precision)
+    layers = cutter.layer_row(JOB, pairs, "none", COMPLETE_STATE, program)
+    assert row.forward_s[0] == pytest.approx(layers.forward_s)
 
 
 def test_parameters_in_other_forms_are_refused() -> None:

@@ -100,7 +100,10 @@ class SliceRows:
         for graph, shares in programs:
             start, stop = split_by_shares(tokens, shares)[position]
             own_first = None if stage.has_equal_shards else start
-            shape = MicrobatchShape(rows, tokens, past, stop - start, earlier, own_first=own_first)
+            first_row, last_row = split_by_shares(rows, shares)[position]
+            shape = MicrobatchShape(
+                rows, tokens, past, stop - start, earlier, own_rows=last_row - first_row, own_first=own_first
+            )
             collective = stage_collective(self.network, rings, shares, exchanging) if rings else None
             name = collective_key(stage, rings, shares, exchanging)
             query = LayerQuery(graph, shape, kind, precision, stage.recompute, collective, name)
