@@ -270,8 +270,8 @@ def prepare_request(
     _check_pins(context, job, constraints)
     if splits_rows(constraints.sharding):
         check_experts(context.model, constraints.shards or (1,), "--fix shards, sharding")
-    elif constraints.expert_size > 1:
-        check_experts(context.model, constraints.shards or (1,), "--fix expert, shards", constraints.expert_size)
+    elif constraints.expert is not None:
+        check_experts(context.model, constraints.shards or (1,), "--fix expert, shards", constraints.expert)
     context.split_sequences(constraints.context_size)
     if constraints.sharding == "searched":
         request = request_from_constraints(constraints, job, device_count(context.cluster))

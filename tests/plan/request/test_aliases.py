@@ -43,7 +43,7 @@ JOB = Job(batch=12, sequence=64, precision="float32")
         ("ep=2 fsdp=2", Constraints(shards=(1, 1), sharding="expert", replicas=(1,), sharded_state="parameters")),
         ("ep=2 replicas=3", Constraints(shards=(1, 1), sharding="expert", replicas=(1, 1, 1))),
         ("ep=2 dp=4 mbs=1", Constraints(shards=(1, 1), sharding="expert", replicas=(1, 1), microbatches=3)),
-        ("ep=8 tp=8", Constraints(shards=(1,) * 8, sharding="megatron-sp")),
+        ("ep=8 tp=8", Constraints(shards=(1,) * 8, sharding="megatron-sp", expert=1)),
         ("ep=8 tp=2", Constraints(shards=(1, 1), sharding="megatron-sp", expert=4)),
         ("ep=8 tp=2 dp=8", Constraints(shards=(1, 1), sharding="megatron-sp", expert=4, replicas=(1, 1))),
         (
@@ -86,6 +86,7 @@ def test_no_alias_hides_a_key() -> None:
         ("cp=2 context=4", ["different values", "cp=2 and context=4"]),
         ("ep=0", ["not a valid value for 'ep'"]),
         ("ep=many", ["not a valid value for 'ep'", "ep=many"]),
+        ("language.ep=2", ["models of one module", "language.ep=2", "language.ep=1"]),
         ("ep=8 tp=3", ["tp divides ep", "tp=3 and ep=8", "tp of 1, 2, 4, 8, or ep=6"]),
         ("ep=8 tp=2 dp=6", ["divides the devices of data parallelism", "dp=6 and tp=2 ep=8", "dp=4"]),
         ("ep=8 tp=2 sp=false", ["different values", "ep=8 and sp=false"]),

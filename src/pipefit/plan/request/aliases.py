@@ -143,6 +143,19 @@ class TypedFix:
     text: str
 
 
+def check_module_fixes(fixes: Sequence[TypedFix]) -> None:
+    """Raise PlanError for expert parallelism of one of several modules."""
+    for fix in fixes:
+        if fix.key == "ep" and fix.value != "1":
+            raise PlanError(
+                "Expert parallelism is for models of one module.",
+                where="--fix",
+                seen=fix.text,
+                allowed=f"{fix.text.rpartition('=')[0]}=1",
+                next_step="leave it out",
+            )
+
+
 def translate_fixes(fixes: Sequence[TypedFix], batch: int | None) -> Iterator[tuple[str, FixedText]]:
     """Yield the keys of `--fix` that the fixes of one module stand for. Raises PlanError as `translate_key` and
     `join_expert_axis` do."""
@@ -188,10 +201,8 @@ def join_expert_axis(fixes: Sequence[TypedFix]) -> list[TypedFix]:
         return list(chain.from_iterable(_divide_replicas(fix, count, expert.text) for fix in left))
     parts = _expert_parts(tensor, expert)
     fixed = [replace(fix, key="sharding", value=TENSOR_SHARDING) if fix == expert else fix for fix in fixes]
-    if parts == 1:
-        return fixed
     beside = f"{tensor.text} {expert.text}"
-    divided = [part for fix in fixed for part in _divide_replicas(fix, parts, beside)]
+    divided = [part for fix in fixed for part in _divide_replicas(fix, parts, beside)] if parts > 1 else fixed
     return [*divided, replace(expert, key="expert", value=str(parts))]
 
 

@@ -18,6 +18,7 @@ from pipefit.plan.request.aliases import (
     UNAVAILABLE,
     FixedText,
     TypedFix,
+    check_module_fixes,
     check_same_value,
     translate_fixes,
 )
@@ -314,6 +315,8 @@ def parse_constraints(texts: Iterable[str], batch: int | None = None) -> Constra
     fixed: dict[str, FixedText] = {}
     for prefix in dict.fromkeys(name.rpartition(".")[0] for name in names):
         fixes = [TypedFix(name.rpartition(".")[2], *rest) for name, *rest in typed if name.rpartition(".")[0] == prefix]
+        if prefix:
+            check_module_fixes(fixes)
         for key, entry in translate_fixes(fixes, batch):
             check_same_value(key, fixed.setdefault(f"{prefix}.{key}" if prefix else key, entry), entry)
     constraints = _group_by_module({name: _parse_value(name, entry) for name, entry in fixed.items()})

@@ -64,19 +64,20 @@ def smallest_expert_count(model: Model) -> int:
     return min((count for count in counts if count), default=0)
 
 
-def check_experts(model: Model, shares: Sequence[int], where: str, expert: int = 1) -> None:
+def check_experts(model: Model, shares: Sequence[int], where: str, expert: int | None = None) -> None:
     """Raise PlanError if the experts of a model cannot be divided among devices with these shares, at each of the
-    positions of an expert axis."""
+    positions of an expert axis of this size. None: by the program of expert parallelism."""
+    beside = expert is not None
     experts = smallest_expert_count(model)
     if not experts:
         raise PlanError(
             "Expert parallelism divides experts, and this model has none.",
             where=where,
-            seen=f"{EXPERT}={expert}" if expert > 1 else f"sharding={EXPERT}",
-            allowed="sharding=megatron, megatron-sp or searched" + (", without expert" if expert > 1 else ""),
-            next_step="leave out ep, or expert" if expert > 1 else "leave out ep, or shards and sharding",
+            seen=f"{EXPERT}={expert}" if beside else f"sharding={EXPERT}",
+            allowed="sharding=megatron, megatron-sp or searched" + (f", without {EXPERT}" if beside else ""),
+            next_step=f"leave out ep, or {EXPERT}" if beside else "leave out ep, or shards and sharding",
         )
-    if expert > 1:
+    if expert is not None and expert > 1:
         _check_axis_experts(model, expert, shares, where)
         return
     if len(shares) > experts:
