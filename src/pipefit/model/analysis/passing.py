@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from pipefit.model.analysis.peaks import GraphPeaks, GraphSizes, StorageHeap, TracedSizes
 from pipefit.model.analysis.regions import OperatorRegion, arrange_regions
-from pipefit.model.analysis.saved import Recompute, analyse_graph, effective_recompute, kept_values, operator_call
+from pipefit.model.analysis.saved import Recompute, effective_recompute, kept_values
 from pipefit.model.graph import Graph, Operator
-from pipefit.model.ops.kind import OperatorCall
 from pipefit.model.ops.table import KINDS
 
 
@@ -62,25 +63,44 @@ def transient_bytes(
 ) -> TransientMemory:
     """Return the peaks of one layer for `symbols` B, T (and P, S). `widens`: the device first converts the factors of
     weight gradients to the dtype of their buffer (`OperatorKind.widened_bytes`). `sliced`: see `saved_bytes`."""
-    walk = _GraphWalk(graph, symbols, compute_bytes, recompute, widens, sliced)
+    sizes = GraphSizes(graph, symbols, compute_bytes, widens)
+    known, key = sizes.analysis.peaks, (recompute, widens, sliced)
+    if key not in known:
+        known[key] = _trace_peaks(graph, symbols, compute_bytes, key)
+    peaks: GraphPeaks = known[key]
     hidden = graph.hidden_input
     result = graph.outputs[0]
     loss = not graph.find_tensor(result).shape
+    bytes_of_action = peaks.evaluate(sizes)
     return TransientMemory(
-        forward=walk.forward_peak(),
-        fused=walk.backward_peak(deferred=False, lasting=False),
-        input_gradient=walk.backward_peak(deferred=True, lasting=False),
-        fused_last=walk.backward_peak(deferred=False, lasting=True),
-        input_gradient_last=walk.backward_peak(deferred=True, lasting=True),
-        input=walk.analysis.value_bytes(hidden, symbols) if hidden else 0,
-        output=0 if loss else walk.analysis.value_bytes(result, symbols),
-        keeps_input=hidden in walk.kept.values,
-        holds_output_gradient=result in walk.analysis.pending_gradients(),
-        weight=max(
-            (walk.widening_bytes(i) + walk.gathered_bytes(i, wide=True) for i in range(len(graph.operators))), default=0
-        ),
+        **bytes_of_action,
+        input=sizes.bytes_of(hidden) if hidden else 0,
+        output=0 if loss else sizes.bytes_of(result),
+        keeps_input=peaks.keeps_input,
+        holds_output_gradient=result in sizes.analysis.pending_gradients(),
         tables=_table_bytes(graph, symbols, compute_bytes),
     )
+
+
+def _trace_peaks(
+    graph: Graph, symbols: Mapping[str, int], compute_bytes: int, key: tuple[Recompute, bool, bool]
+) -> GraphPeaks:
+    """Return the moments of a layer's actions, which are the same for all sizes."""
+    recompute, widens, sliced = key
+    trace = TracedSizes(graph, symbols, compute_bytes, widens)
+    walk = _GraphWalk(trace, recompute, sliced)
+    rows = {
+        "forward": walk.forward_peak(),
+        "fused": walk.backward_peak(deferred=False, lasting=False),
+        "input_gradient": walk.backward_peak(deferred=True, lasting=False),
+        "fused_last": walk.backward_peak(deferred=False, lasting=True),
+        "input_gradient_last": walk.backward_peak(deferred=True, lasting=True),
+    }
+    weight = trace.make_heap()
+    for index in range(len(graph.operators)):
+        weight.touch_peak(trace.widening_bytes(index) + trace.gathered_bytes(index, True))
+    rows["weight"] = weight.peak
+    return GraphPeaks.from_rows(rows, trace, keeps_input=graph.hidden_input in walk.kept.values)
 
 
 def _table_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
@@ -91,53 +111,14 @@ def _table_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -
     return sum(symbols["B"] * symbols["T"] * features * compute_bytes for features in tables.values())
 
 
-class _StorageHeap:
-    """Storages with reference counts, the live bytes and their peak."""
-
-    def __init__(self) -> None:
-        self.size: list[int] = []
-        self.holders: list[int] = []
-        self.live = self.peak = 0
-
-    def allocate(self, size: int) -> int:
-        self.size.append(size)
-        self.holders.append(1)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        return len(self.size) - 1
-
-    def add_holder(self, storage: int) -> int:
-        self.holders[storage] += 1
-        return storage
-
-    def drop_holder(self, storage: int) -> None:
-        self.holders[storage] -= 1
-        if not self.holders[storage]:
-            self.live -= self.size[storage]
-
-    def touch_peak(self, size: int) -> None:
-        self.peak = max(self.peak, self.live + size)
-
-
 class _GraphWalk:
-    """One graph under one choice of recomputation."""
+    """One graph under one choice of recomputation. It runs on bytes, or on symbols of bytes (`TracedSizes`)."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        symbols: Mapping[str, int],
-        compute_bytes: int,
-        recompute: Recompute,
-        widens: bool,
-        sliced: bool,
-    ) -> None:
-        self.graph, self.symbols, self.compute_bytes, self.widens = graph, symbols, compute_bytes, widens
-        self.analysis = analyse_graph(graph, compute_bytes)
+    def __init__(self, sizes: GraphSizes, recompute: Recompute, sliced: bool) -> None:
+        self.sizes, self.graph, self.compute_bytes = sizes, sizes.graph, sizes.compute_bytes
+        self.analysis, graph, compute_bytes = sizes.analysis, sizes.graph, sizes.compute_bytes
         self.choice = effective_recompute(graph, recompute)
         self.kept = kept_values(graph, recompute, compute_bytes, sliced)
-        self.calls: list[OperatorCall] = [
-            operator_call(graph, operator, symbols, compute_bytes) for operator in graph.operators
-        ]
         members = self.kept.again if self.choice == "selective" else ()
         self.items: list[int | OperatorRegion] = (
             arrange_regions(graph, members) if members else list(range(len(graph.operators)))
@@ -154,26 +135,26 @@ class _GraphWalk:
             names = self.analysis.saved_values(self.graph.operators[item])
         return {self.analysis.root[name] for name in names}
 
-    def forward_peak(self) -> int:
+    def forward_peak(self) -> Any:
         """The peak of F."""
-        heap = _StorageHeap()
+        heap = self.sizes.make_heap()
         saved = (set(self.kept.values), set(self.kept.statistics))
         if self.choice == "full":
             saved = {self.analysis.root[name] for name in self.kept.values}, set()
         self._run_forward(heap, *saved)
         return heap.peak
 
-    def backward_peak(self, deferred: bool, lasting: bool) -> int:
+    def backward_peak(self, deferred: bool, lasting: bool) -> Any:
         """The peak of B, or of I if weight gradients are `deferred`. `lasting`: the caller holds the output's gradient
         to the end."""
-        heap = _StorageHeap()
-        gradient = heap.allocate(self.bytes_of(self.graph.outputs[0]))
+        heap = self.sizes.make_heap()
+        gradient = heap.allocate(self.sizes.bytes_of(self.graph.outputs[0]))
         if lasting:
             heap.add_holder(gradient)
         if self.choice == "full":
             everything = kept_values(self.graph, "none", self.compute_bytes)
             self._run_forward(heap, set(everything.values), set(everything.statistics))
-            heap = _reset_heap(heap, gradient)
+            heap.keep_only(gradient)
             values, statistics = everything.values, everything.statistics
         else:
             values, statistics = self.kept.values, self.kept.statistics
@@ -181,41 +162,11 @@ class _GraphWalk:
         back.run_backward(gradient)
         return heap.peak
 
-    def bytes_of(self, name: str) -> int:
-        return self.analysis.value_bytes(name, self.symbols)
-
-    def own_bytes(self, index: int) -> int:
-        return KINDS[self.graph.operators[index].kind].own_bytes(self.calls[index])
-
-    def widening_bytes(self, index: int) -> int:
-        """Bytes allocated to add an operator's weight gradient."""
-        operator = self.graph.operators[index]
-        trains = self.widens and self.analysis.is_trainable(operator)
-        return KINDS[operator.kind].widened_bytes(self.calls[index]) if trains else 0
-
-    def gathered_bytes(self, index: int, wide: bool) -> int:
-        """The largest gathered weight in an operator's backward if weights are stored sharded: the weight, or (`wide`)
-        its gradient before the reduction, in float32 or wider."""
-        operator = self.graph.operators[index]
-        gathers = KINDS[operator.kind].gathers
-        unsharded = [
-            position
-            for position, name in enumerate(operator.inputs)
-            if name in self.analysis.producer
-            and not self.analysis.is_activation(name)
-            and (wide or gathers.get(position) == 2)
-        ]
-        width = self.calls[index].wide_bytes if wide else self.compute_bytes
-        return max(
-            (self.bytes_of(operator.inputs[position]) // self.compute_bytes * width for position in unsharded),
-            default=0,
-        )
-
     def fresh_outputs(self, operator: Operator) -> list[str]:
         """The outputs with a storage of their own."""
         return [name for name in operator.outputs if self.analysis.root[name] == name]
 
-    def _run_forward(self, heap: _StorageHeap, values: set[str], statistics: set[int]) -> None:
+    def _run_forward(self, heap: StorageHeap, values: set[str], statistics: set[int]) -> None:
         """Simulate the forward. `values` (roots), `statistics`, inputs and outputs stay alive."""
         root = self.analysis.root
         last: dict[str, int] = {}
@@ -223,27 +174,20 @@ class _GraphWalk:
             names = [name for index in _item_operators(item) for name in self._touched_values(index)]
             last |= {root[name]: position for name in names if name in root}
         stays = values | self.inputs | {root[name] for name in self.graph.outputs}
-        storages = {name: heap.allocate(self.bytes_of(name)) for name in sorted(self.inputs)}
+        storages = {name: heap.allocate(self.sizes.bytes_of(name)) for name in sorted(self.inputs)}
         for position, item in enumerate(self.items):
             for index in _item_operators(item):
                 for name in self.fresh_outputs(self.graph.operators[index]):
-                    storages[name] = heap.allocate(self.bytes_of(name))
+                    storages[name] = heap.allocate(self.sizes.bytes_of(name))
                 if index in statistics:
-                    heap.allocate(self.own_bytes(index))
-                heap.touch_peak(KINDS[self.graph.operators[index].kind].forward_extra(self.calls[index]))
+                    heap.allocate(self.sizes.own_bytes(index))
+                heap.touch_peak(self.sizes.forward_extra(index))
             for name in [name for name in storages if name not in stays and last[name] <= position]:
                 heap.drop_holder(storages.pop(name))
 
     def _touched_values(self, index: int) -> Iterable[str]:
         operator = self.graph.operators[index]
         return (name for name in (*operator.inputs, *operator.outputs) if name)
-
-
-def _reset_heap(heap: _StorageHeap, gradient: int) -> _StorageHeap:
-    """Return the heap at the start of the backward of a layer that was just recomputed: only the output's gradient is
-    alive, and the simulation of the backward allocates the rest again."""
-    heap.live = heap.size[gradient]
-    return heap
 
 
 def _item_operators(item: int | OperatorRegion) -> Sequence[int]:
@@ -254,7 +198,7 @@ class _BackwardWalk:
     """The backward of one layer."""
 
     def __init__(
-        self, walk: _GraphWalk, heap: _StorageHeap, values: Sequence[str], statistics: Sequence[int], deferred: bool
+        self, walk: _GraphWalk, heap: StorageHeap, values: Sequence[str], statistics: Sequence[int], deferred: bool
     ) -> None:
         self.walk, self.heap, self.deferred = walk, heap, deferred
         self.analysis, self.graph = walk.analysis, walk.graph
@@ -268,15 +212,15 @@ class _BackwardWalk:
         self.brought: dict[str, int] = {}
         "Value computed by a rerun region -> its storage."
         for name in values:
-            self.storages[name] = heap.allocate(walk.bytes_of(name))
+            self.storages[name] = heap.allocate(walk.sizes.bytes_of(name))
             for _ in range(walk.readers[name] - 1):  # at least one, for values kept without a gradient
                 heap.add_holder(self.storages[name])
-        self.statistics = {index: heap.allocate(walk.own_bytes(index)) for index in statistics}
+        self.statistics = {index: heap.allocate(walk.sizes.own_bytes(index)) for index in statistics}
 
     def run_backward(self, gradient: int) -> None:
         self.gradients[self.graph.outputs[0]] = gradient
         for name in self.graph.outputs[1:]:
-            self.gradients[name] = self.heap.allocate(self.walk.bytes_of(name))
+            self.gradients[name] = self.heap.allocate(self.walk.sizes.bytes_of(name))
         for item in reversed(self.walk.items):
             if isinstance(item, OperatorRegion):
                 self._run_region(item)
@@ -302,11 +246,11 @@ class _BackwardWalk:
         for index in region.operators:
             operator = self.graph.operators[index]
             for value in self.walk.fresh_outputs(operator):
-                self.brought[value] = self.heap.allocate(self.walk.bytes_of(value))
+                self.brought[value] = self.heap.allocate(self.walk.sizes.bytes_of(value))
                 storages.append(self.brought[value])
             if self.analysis.has_own_bytes(index) and not self.analysis.keeps_own_bytes(index):
-                self.statistics[index] = self.heap.allocate(self.walk.own_bytes(index))
-            self.heap.touch_peak(KINDS[operator.kind].forward_extra(self.walk.calls[index]))
+                self.statistics[index] = self.heap.allocate(self.walk.sizes.own_bytes(index))
+            self.heap.touch_peak(self.walk.sizes.forward_extra(index))
         for index in region.operators:
             for value in self._saved_inside(index):
                 self.heap.add_holder(self.brought[value])
@@ -337,22 +281,22 @@ class _BackwardWalk:
             self.heap.drop_holder(storage)
 
     def _run_operator(self, index: int) -> None:
-        operator, heap = self.graph.operators[index], self.heap
+        operator, heap, sizes = self.graph.operators[index], self.heap, self.walk.sizes
         arrived = [self.gradients.pop(name) for name in operator.outputs if name in self.gradients]
         if not arrived:
             return
         kind, input_gradients = KINDS[operator.kind], []
         waits = self.deferred and self.analysis.is_trainable(operator)
         if not waits:
-            heap.touch_peak(self.walk.widening_bytes(index) + self.walk.gathered_bytes(index, wide=True))
+            heap.touch_peak(self.walk.sizes.widening_bytes(index) + self.walk.sizes.gathered_bytes(index, True))
         for name in dict.fromkeys(operator.inputs):
             if name and self.analysis.is_activation(name) and self.analysis.needs_gradient(name):
                 handed = self.analysis.shares_gradient(operator, name)
                 input_gradients.append(
-                    (name, heap.add_holder(arrived[0]) if handed else heap.allocate(self.walk.bytes_of(name)))
+                    (name, heap.add_holder(arrived[0]) if handed else heap.allocate(self.walk.sizes.bytes_of(name)))
                 )
-        extra = kind.backward_extra(self.walk.calls[index]) + self.walk.gathered_bytes(index, wide=False)
-        heap.touch_peak(extra + (kind.deferred_extra(self.walk.calls[index]) if waits else 0))
+        extra = sizes.backward_extra(index) + sizes.gathered_bytes(index, False)
+        heap.touch_peak(extra + sizes.deferred_extra(index) if waits else extra)
         if waits:
             if kind.pending_gradients:
                 heap.add_holder(arrived[0])
@@ -361,7 +305,7 @@ class _BackwardWalk:
                 known = self.storages.get(root, self.brought.get(root))
                 if known is not None:
                     heap.add_holder(known)
-            heap.allocate(kind.pending_bytes(self.walk.calls[index]))
+            heap.allocate(sizes.pending_bytes(index))
         if index in self.statistics:
             heap.drop_holder(self.statistics[index])
         for storage in arrived:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from pipefit.model.graph import Graph, Operator, Shape, size_factors, size_value
 from pipefit.model.ops.kind import OperatorCall
@@ -119,16 +119,27 @@ def _select_kept(graph: Graph, recompute: Recompute, analysis: GraphAnalysis) ->
 
 def operator_call(graph: Graph, operator: Operator, symbols: Mapping[str, int], compute_bytes: int) -> OperatorCall:
     """The operator with numeric sizes."""
-    parameters = {parameter.name: parameter.shape for parameter in graph.parameters}
+    shapes = _symbolic_shapes(graph)
 
     def shape_of(name: str) -> tuple[int, ...] | None:
-        if not name:
-            return None
-        symbolic: Shape = parameters[name] if name in parameters else graph.find_tensor(name).shape
-        return tuple(size_value(size, symbols) for size in symbolic)
+        return tuple([size_value(size, symbols) for size in shapes[name]]) if name else None
 
     outputs = tuple(shape_of(name) or () for name in operator.outputs)
     return OperatorCall(tuple(map(shape_of, operator.inputs)), outputs, operator.attributes, symbols, compute_bytes)
+
+
+def _symbolic_shapes(graph: Graph) -> Mapping[str, Shape]:
+    """Return the shape of every tensor and parameter of a graph, listed once."""
+    if id(graph) not in _SHAPES:
+        if len(_SHAPES) >= MOST_ANALYSES:
+            _SHAPES.clear()
+        tensors = {tensor.name: tensor.shape for tensor in reversed((*graph.inputs, *graph.tensors))}
+        _SHAPES[id(graph)] = graph, {**tensors, **{spec.name: spec.shape for spec in graph.parameters}}
+    return _SHAPES[id(graph)][1]
+
+
+_SHAPES: dict[int, tuple[Graph, Mapping[str, Shape]]] = {}
+"""Shapes by graph identity, which the entry keeps alive."""
 
 
 def element_bytes(dtype: str, compute_bytes: int) -> int:
@@ -170,6 +181,8 @@ class GraphAnalysis:
         self.root: dict[str, str] = {}
         self.kept: dict[tuple[Recompute, bool], KeptValues] = {}
         "Cached results of `kept_values`."
+        self.peaks: dict[tuple[Recompute, bool, bool], Any] = {}
+        "Moments of the actions, by recomputation and by two flags of `transient_bytes`: see `analysis/peaks.py`."
         self._gradient: dict[str, bool] = {"": False}
         self._saves: dict[str, tuple[str, ...]] = {}
         self._factors: dict[str, tuple[int, tuple[str, ...]]] = {}
