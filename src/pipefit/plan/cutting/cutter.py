@@ -23,6 +23,7 @@ from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
 from pipefit.plan.assemble.shard_programs import ProgramCache, ShardedCounts, kept_state_bytes, layer_shares
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.cutting.layer_cut import (
+    Balance,
     LayerCut,
     best_cut,
     lanes_in_flight,
@@ -73,6 +74,7 @@ class LayerCutter:
         self._spread: dict[object, tuple[Array, Array]] = {}
         self._shared_state: dict[object, Array] = {}
         self._cuts: dict[object, LayerCut | None] = {}
+        self._balances: dict[object, Balance] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
     def cut_layers(self, job: Job, decisions: ParallelConfig, spare_bytes: Sequence[float] = ()) -> LayerCut | None:
@@ -92,7 +94,7 @@ class LayerCutter:
             if spare_bytes:
                 stage_spare = [spare_bytes[lane] for lane in placement]
                 lean = [row.with_less_memory(spare) for row, spare in zip(rows, stage_spare, strict=True)]
-            cut = best_cut(lean, held, placement, decisions.cuts)
+            cut = best_cut(lean, held, placement, decisions.cuts, self._balances)
             if cut is not None and spare_bytes:
                 cut = measure_cut((0, *cut.cuts, len(rows[0].forward_s)), rows, held, placement)
             self._cuts[key] = cut

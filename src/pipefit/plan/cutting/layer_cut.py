@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,8 +71,9 @@ def lanes_in_flight(decisions: ParallelConfig) -> tuple[float, ...]:
 
 def stages_in_flight(held: Sequence[float], placement: Sequence[int]) -> list[float]:
     """Return the microbatches in flight of each stage: an equal part of its lane's, and at least one."""
-    lane_counts = [(held[lane], placement.count(lane)) for lane in placement]
-    return [max(1, count if turns == 1 else count // turns) for count, turns in lane_counts]
+    turns = Counter(placement)
+    of_lane = {lane: max(1, held[lane] if turns[lane] == 1 else held[lane] // turns[lane]) for lane in turns}
+    return [of_lane[lane] for lane in placement]
 
 
 def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: ParallelConfig) -> LayerCut:
@@ -84,14 +86,27 @@ def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[float]) -> bool:
     return some_partition_fits(memory_of(rows, flights), limits_of(rows, [1] * len(rows)))
 
 
+Balance = tuple[tuple[int, ...], float, Sequence[LayerRow]]
+"""(boundaries that balance the lanes, time of the busiest lane, rows with these times)."""
+
+
 def best_cut(
-    rows: Sequence[LayerRow], held: Sequence[float], placement: tuple[int, ...], pinned: tuple[int, ...]
+    rows: Sequence[LayerRow],
+    held: Sequence[float],
+    placement: tuple[int, ...],
+    pinned: tuple[int, ...],
+    balances: dict[object, Balance] | None = None,
 ) -> LayerCut | None:
+    """Return the fastest cut that fits, or the `pinned` one; None if none fits.
+
+    `balances` holds the balanced boundaries of rows that were cut before. Rows that differ in memory alone share them.
+    """
     layers, stages = len(rows[0].forward_s), len(rows)
     if pinned or stages == 1:
         cut = measure_cut((0, *pinned, layers), rows, held, placement)
         return cut if cut.may_fit else None
-    turns = [placement.count(lane) for lane in placement]
+    stage_counts = Counter(placement)
+    turns = [stage_counts[lane] for lane in placement]
     certain = [held[lane] if count == 1 else 1 for lane, count in zip(placement, turns, strict=True)]
     least = memory_of(rows, certain)
     if not some_partition_fits(least, limits_of(rows, [1] * stages)):
@@ -111,17 +126,31 @@ def best_cut(
     if not cut.may_fit:  # the limits of stages leave open how full the stages of one lane are together
         lean = measure_cut(leanest_bounds(rows, held, placement), rows, held, placement)
         cut = lean if lean.may_fit else cut
-    even = balance_lanes(times, placement)
-    if lane_times(times, even, placement).max() >= lane_times(times, bounds, placement).max():
+    even, even_s = _balanced_bounds(times, rows, placement, {} if balances is None else balances)
+    if even_s >= lane_times(times, bounds, placement).max():
         return cut
     balanced = measure_cut(even, rows, held, placement)
     return balanced if balanced.may_fit else cut
 
 
+def _balanced_bounds(
+    times: Array, rows: Sequence[LayerRow], placement: tuple[int, ...], balances: dict[object, Balance]
+) -> tuple[tuple[int, ...], float]:
+    """Return the balanced boundaries of these rows, and the time of their busiest lane."""
+    key = placement, tuple([(id(row.forward_s), id(row.backward_s)) for row in rows])
+    if key not in balances:
+        bounds = balance_lanes(times, placement)
+        balances[key] = bounds, float(lane_times(times, bounds, placement).max()), rows
+    return balances[key][:2]
+
+
 def leanest_bounds(rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]) -> tuple[int, ...]:
     """Return the boundaries (0, cut, ..., layers) with which the fullest stage needs the least memory."""
-    flights = zip(rows, stages_in_flight(held, placement), strict=True)
-    bounds = partition_layers(np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in flights]))
+    flights = np.asarray(stages_in_flight(held, placement), dtype=float)[:, None]
+    needs = np.empty((len(rows), len(rows[0].forward_s)))
+    for row, stages in stages_by_row(rows):
+        needs[stages] = row.static_bytes + flights[stages] * row.saved_bytes
+    bounds = partition_layers(needs)
     assert bounds is not None, "without limits some cut always exists"
     return bounds
 
@@ -129,9 +158,9 @@ def leanest_bounds(rows: Sequence[LayerRow], held: Sequence[float], placement: S
 def measure_cut(
     bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]
 ) -> LayerCut:
-    runs = list(pairwise(bounds))
+    runs, row_stages = list(pairwise(bounds)), stages_by_row(rows)
     saved, pending, stays, forward, backward = (
-        _stage_sums(bounds, rows, value)
+        _stage_sums(bounds, row_stages, value)
         for value in (
             lambda row: row.saved_bytes,
             lambda row: row.pending_bytes,
@@ -173,10 +202,15 @@ def measure_cut(
     )
 
 
-def _stage_sums(bounds: Sequence[int], rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> list[float]:
+def _stage_sums(
+    bounds: Sequence[int], row_stages: Sequence[tuple[LayerRow, Sequence[int]]], value: Callable[[LayerRow], Array]
+) -> list[float]:
     """Return the sum of a figure over the layers of every stage."""
-    stage_totals = [0.0] * len(rows)
-    for row, stages in stages_by_row(rows):
+    if len(row_stages) == 1:
+        sums: list[float] = np.add.reduceat(value(row_stages[0][0]), bounds[:-1]).tolist()
+        return sums
+    stage_totals = [0.0] * (len(bounds) - 1)
+    for row, stages in row_stages:
         sums = np.add.reduceat(value(row), bounds[:-1]).tolist()
         for stage in stages:
             stage_totals[stage] = sums[stage]

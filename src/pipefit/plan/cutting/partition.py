@@ -41,9 +41,11 @@ def partition_layers(
     stages, layers = times.shape
     if stages > layers:
         raise ValueError(f"{stages} stages need at least {stages} layers; there are {layers}")
-    memory = np.zeros_like(times) if memory_bytes is None else np.asarray(memory_bytes, dtype=np.float64)
     limits = np.full(stages, np.inf) if limit_bytes is None else np.asarray(limit_bytes, dtype=np.float64)
-    arrays = [_prefix_sums(times), _prefix_sums(memory.reshape(stages, -1, layers)), limits.reshape(stages, -1)]
+    needs = np.zeros((stages, 1, layers + 1))
+    if memory_bytes is not None:
+        needs = _prefix_sums(np.asarray(memory_bytes, dtype=np.float64).reshape(stages, -1, layers))
+    arrays = [_prefix_sums(times), needs, limits.reshape(stages, -1)]
     room, bounds = np.empty((stages, layers + 1)), np.zeros(stages + 1, dtype=np.int64)
     function = _choose_kernel(best_bounds, stages, layers, compiled)
     if function is best_bounds:

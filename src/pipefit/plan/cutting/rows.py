@@ -5,7 +5,7 @@ If the device kinds of a stage hold different amounts, each kind has its memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 
@@ -145,16 +145,21 @@ def stack_rows(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> 
     """Return [stage][layer]."""
     table = np.empty((len(rows), len(rows[0].forward_s)))
     for row, stages in stages_by_row(rows):
-        table[stages] = value(row)
+        table[_index_of(stages, rows)] = value(row)
     return table
 
 
-def stages_by_row(rows: Sequence[LayerRow]) -> Iterator[tuple[LayerRow, list[int]]]:
+def _index_of(stages: list[int], rows: Sequence[LayerRow]) -> list[int] | slice:
+    """Return the index of these stages in a table of all; of all of them, one that numpy takes at once."""
+    return slice(None) if len(stages) == len(rows) else stages
+
+
+def stages_by_row(rows: Sequence[LayerRow]) -> list[tuple[LayerRow, list[int]]]:
     """Return every distinct row with its stages."""
     row_stages: dict[int, list[int]] = {}
     for stage, row in enumerate(rows):
         row_stages.setdefault(id(row), []).append(stage)
-    return ((rows[stages[0]], stages) for stages in row_stages.values())
+    return [(rows[stages[0]], stages) for stages in row_stages.values()]
 
 
 def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
@@ -163,9 +168,10 @@ def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
     kind_count, flight_column = max(len(row.memory_rows) for row in rows), np.asarray(flights, dtype=float)[:, None]
     table = np.empty((len(rows), kind_count, len(rows[0].forward_s)))
     for row, stages in stages_by_row(rows):
+        index = _index_of(stages, rows)
         for kind in range(kind_count):
             kind_row = row.memory_rows[kind if kind < len(row.memory_rows) else 0]
-            table[stages, kind] = kind_row.static_bytes + flight_column[stages] * kind_row.saved_bytes
+            table[index, kind] = kind_row.static_bytes + flight_column[index] * kind_row.saved_bytes
     return table
 
 
@@ -176,7 +182,7 @@ def limits_of(rows: Sequence[LayerRow], turns: Sequence[int], passing: bool = Fa
     table = np.empty((len(rows), kind_count))
     for row, stages in stages_by_row(rows):
         kind_limits = [kind_row.limit_bytes - passing * kind_row.passing_bytes for kind_row in row.memory_rows]
-        table[stages] = [*kind_limits, *kind_limits[:1] * (kind_count - len(kind_limits))]
+        table[_index_of(stages, rows)] = [*kind_limits, *kind_limits[:1] * (kind_count - len(kind_limits))]
     table /= np.asarray(turns)[:, None]
     return table
 
