@@ -207,7 +207,7 @@ def _edge(
     ends = [stages[source], stages[target]]
     shares = [groups[stage.group].axes[1].shares for stage in ends]
     last, first = (
-        programs.layer_program(programs.module_layers(stage.module, stage.layers)[end], sharding_key(stage), own)
+        programs.layer_program(programs.module_layers(stage.module, stage.layers)[end], sharding_key(stage, None), own)
         for stage, own, end in zip(ends, shares, (-1, 0), strict=True)
     )
     rows = "G0" if ends[0].space == ends[1].space == "samples" else "G1"
