@@ -76,9 +76,9 @@ def test_it_is_printed_and_kept(plan: Plan) -> None:
 
 def test_devices_of_different_memory_each_keep_to_their_own() -> None:
     """The larger device holds most layers: its lane is the fuller one, with more than the smaller device has."""
-    little = little_memory(2, beyond=4_890_000)
+    little = little_memory(2, beyond=2_900_000)
     [small] = little.kinds.values()
-    large = replace(small, name="large", memory_bytes=small.memory_bytes + 5_000_000)
+    large = replace(small, name="large", memory_bytes=small.memory_bytes + 1_000_000)
     hosts = tuple(replace(little.hosts[0], name=name, kind=name, devices=1) for name in (small.name, "large"))
     rail = Rail(name="net", latency_s=((0.0, 0.0),) * 2, bandwidth_bytes_per_s=((1e11, 1e11),) * 2)
     mixed = replace(little, kinds={small.name: small, "large": large}, hosts=hosts, rails=(rail,))

@@ -13,7 +13,6 @@ from tests.support.worker_plans import plan
 from pipefit.errors import PlanError, RunError, StalePlanError
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.registry import describe_config
-from pipefit.plan.types import AxisPlan
 from pipefit.run.session.launch import launch_run, run_rank
 from pipefit.run.session.metrics import open_board
 from pipefit.run.session.rendezvous import choose_device
@@ -51,11 +50,6 @@ def test_plans_that_can_be_simulated_but_not_run():
     refused(
         PlanError, lambda: check_runnable(both), "must use the same mesh", "stages[1].group",
         "seen: shard 1, replica 1 on 0, beside replica 1, shard 1 on 0",
-    )  # fmt: skip
-    group = replace(one.groups[0], axes=(AxisPlan(name="expert", shares=(1, 1)),), devices=(0, 1))
-    refused(
-        PlanError, lambda: check_runnable(replace(one, groups=(group,) * 2)),
-        "This mesh axis is not supported yet", "expert",
     )  # fmt: skip
     single = plan("llama", microbatches=2)
     free = replace(single.order, lanes=(single.order.lanes[0] + " 0FREE",))

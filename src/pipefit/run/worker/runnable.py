@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pipefit.errors import PlanError
-from pipefit.layout import AxisName, Mesh
+from pipefit.layout import Mesh
 from pipefit.plan.types import Plan
-
-SUPPORTED_AXES: tuple[AxisName, ...] = ("replica", "context", "expert", "shard")
 
 
 def check_runnable(plan: Plan) -> None:
@@ -38,11 +36,6 @@ def check_runnable(plan: Plan) -> None:
                     "The devices of a shard axis must be in rising order: ranks are numbered by device.",
                     where=f"groups[{stage.group}].devices",
                     seen=axis,
-                )
-        for axis_ in group.axes:
-            if axis_.name not in SUPPORTED_AXES and axis_.size > 1:
-                raise PlanError(
-                    "This mesh axis is not supported yet.", where=f"groups[{stage.group}].axes", seen=axis_.name
                 )
 
 
