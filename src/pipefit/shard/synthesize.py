@@ -96,7 +96,8 @@ def alternate_searches(
 def start_weights(*speeds: Sequence[float]) -> list[Weights]:
     """Return start weights: even, proportional to each of these speeds, and the means of two or three of them."""
     count = len(speeds[0])
-    corners = [tuple(speed / math.fsum(group) for speed in group) for group in (*speeds, (1.0,) * count)]
+    totals = [(group, math.fsum(group)) for group in (*speeds, (1.0,) * count)]
+    corners = [tuple(speed / total for speed in group) for group, total in totals]
     weights: dict[Weights, None] = {}
     for mixed in (group for size in (1, 2, 3) for group in combinations(corners, size)):
         weights[tuple(round(math.fsum(column) / len(mixed), 12) for column in zip(*mixed, strict=True))] = None

@@ -323,7 +323,8 @@ def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: AxisMe
                 (stop - start) / units for start, stop in split_by_shares(units, [int(share) for share in shares])
             ]
         else:
-            fractions = [share / fsum(shares) for share in shares]
+            total = fsum(shares)
+            fractions = [share / total for share in shares]
         if min(fractions) > 0:
             worst[units] = tuple(
                 max(part for part, kind in zip(fractions, members.kind, strict=True) if kind == number)

@@ -84,7 +84,7 @@ def _idle_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
     prediction = _plan_prediction(plan)
     sizes = [plan.lane_mesh(lane).size for lane in range(len(prediction.lanes))]
     idle_s = math.fsum(lane.idle_s * size for lane, size in zip(prediction.lanes, sizes, strict=True))
-    whole_s = prediction.step_s * math.fsum(sizes)
+    whole_s = prediction.step_s * sum(sizes)
     return FigurePair(predicted=idle_s / whole_s if whole_s else 0.0, measured=_measured_idle(plan, record))
 
 

@@ -422,7 +422,8 @@ def _even_loads(load: Array) -> Array:
 
 
 def _as_fractions(shares: Sequence[float]) -> Parts:
-    return tuple(share / fsum(shares) for share in shares)
+    total = fsum(shares)
+    return tuple(share / total for share in shares)
 
 
 def _share_intervals(shares: Sequence[float]) -> list[tuple[float, float]]:

@@ -82,7 +82,7 @@ class MemoryCorrection:
 
     def estimate_rank(self, parts: Mapping[str, float]) -> MemoryEstimate:
         """Return the estimated memory of a rank with these parts."""
-        expected = float(math.fsum(self.coefficients[name] * parts[name] for name in PARTS))
+        expected = math.fsum(self.coefficients[name] * parts[name] for name in PARTS)
         return MemoryEstimate(self, expected, self.band_factor(parts, expected))
 
     def band_factor(self, parts: Mapping[str, float], expected_bytes: float) -> float:

@@ -180,8 +180,8 @@ class _GraphWalk:
                 for name in self.fresh_outputs(self.graph.operators[index]):
                     storages[name] = heap.allocate(self.sizes.bytes_of(name))
                 if index in statistics:
-                    heap.allocate(self.sizes.own_bytes(index))
-                heap.touch_peak(self.sizes.forward_extra(index))
+                    heap.allocate(self.sizes.operator_bytes("own_bytes", index))
+                heap.touch_peak(self.sizes.operator_bytes("forward_extra", index))
             for name in [name for name in storages if name not in stays and last[name] <= position]:
                 heap.drop_holder(storages.pop(name))
 
@@ -215,7 +215,7 @@ class _BackwardWalk:
             self.storages[name] = heap.allocate(walk.sizes.bytes_of(name))
             for _ in range(walk.readers[name] - 1):  # at least one, for values kept without a gradient
                 heap.add_holder(self.storages[name])
-        self.statistics = {index: heap.allocate(walk.sizes.own_bytes(index)) for index in statistics}
+        self.statistics = {index: heap.allocate(walk.sizes.operator_bytes("own_bytes", index)) for index in statistics}
 
     def run_backward(self, gradient: int) -> None:
         self.gradients[self.graph.outputs[0]] = gradient
@@ -249,8 +249,8 @@ class _BackwardWalk:
                 self.brought[value] = self.heap.allocate(self.walk.sizes.bytes_of(value))
                 storages.append(self.brought[value])
             if self.analysis.has_own_bytes(index) and not self.analysis.keeps_own_bytes(index):
-                self.statistics[index] = self.heap.allocate(self.walk.sizes.own_bytes(index))
-            self.heap.touch_peak(self.walk.sizes.forward_extra(index))
+                self.statistics[index] = self.heap.allocate(self.walk.sizes.operator_bytes("own_bytes", index))
+            self.heap.touch_peak(self.walk.sizes.operator_bytes("forward_extra", index))
         for index in region.operators:
             for value in self._saved_inside(index):
                 self.heap.add_holder(self.brought[value])
@@ -288,15 +288,15 @@ class _BackwardWalk:
         kind, input_gradients = KINDS[operator.kind], []
         waits = self.deferred and self.analysis.is_trainable(operator)
         if not waits:
-            heap.touch_peak(self.walk.sizes.widening_bytes(index) + self.walk.sizes.gathered_bytes(index, True))
+            heap.touch_peak(sizes.widening_bytes(index) + sizes.gathered_bytes(index, True))
         for name in dict.fromkeys(operator.inputs):
             if name and self.analysis.is_activation(name) and self.analysis.needs_gradient(name):
                 handed = self.analysis.shares_gradient(operator, name)
                 input_gradients.append(
-                    (name, heap.add_holder(arrived[0]) if handed else heap.allocate(self.walk.sizes.bytes_of(name)))
+                    (name, heap.add_holder(arrived[0]) if handed else heap.allocate(sizes.bytes_of(name)))
                 )
-        extra = sizes.backward_extra(index) + sizes.gathered_bytes(index, False)
-        heap.touch_peak(extra + sizes.deferred_extra(index) if waits else extra)
+        extra = sizes.operator_bytes("backward_extra", index) + sizes.gathered_bytes(index, False)
+        heap.touch_peak(extra + sizes.operator_bytes("deferred_extra", index) if waits else extra)
         if waits:
             if kind.pending_gradients:
                 heap.add_holder(arrived[0])
@@ -305,7 +305,7 @@ class _BackwardWalk:
                 known = self.storages.get(root, self.brought.get(root))
                 if known is not None:
                     heap.add_holder(known)
-            heap.allocate(sizes.pending_bytes(index))
+            heap.allocate(sizes.operator_bytes("pending_bytes", index))
         if index in self.statistics:
             heap.drop_holder(self.statistics[index])
         for storage in arrived:

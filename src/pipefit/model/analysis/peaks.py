@@ -103,20 +103,9 @@ class GraphSizes:
     def bytes_of(self, name: str) -> Any:
         return self.analysis.value_bytes(name, self.symbols)
 
-    def own_bytes(self, index: int) -> Any:
-        return KINDS[self.graph.operators[index].kind].own_bytes(self.calls[index])
-
-    def forward_extra(self, index: int) -> Any:
-        return KINDS[self.graph.operators[index].kind].forward_extra(self.calls[index])
-
-    def backward_extra(self, index: int) -> Any:
-        return KINDS[self.graph.operators[index].kind].backward_extra(self.calls[index])
-
-    def deferred_extra(self, index: int) -> Any:
-        return KINDS[self.graph.operators[index].kind].deferred_extra(self.calls[index])
-
-    def pending_bytes(self, index: int) -> Any:
-        return KINDS[self.graph.operators[index].kind].pending_bytes(self.calls[index])
+    def operator_bytes(self, function: str, index: int) -> Any:
+        """Return the result of a function of `OperatorKind` that counts bytes, such as `forward_extra`."""
+        return getattr(KINDS[self.graph.operators[index].kind], function)(self.calls[index])
 
     def widening_bytes(self, index: int) -> Any:
         """Bytes allocated to add an operator's weight gradient."""
@@ -156,20 +145,8 @@ class TracedSizes(GraphSizes):
     def bytes_of(self, name: str) -> Any:
         return self._number("bytes_of", name)
 
-    def own_bytes(self, index: int) -> Any:
-        return self._number("own_bytes", index)
-
-    def forward_extra(self, index: int) -> Any:
-        return self._number("forward_extra", index)
-
-    def backward_extra(self, index: int) -> Any:
-        return self._number("backward_extra", index)
-
-    def deferred_extra(self, index: int) -> Any:
-        return self._number("deferred_extra", index)
-
-    def pending_bytes(self, index: int) -> Any:
-        return self._number("pending_bytes", index)
+    def operator_bytes(self, function: str, index: int) -> Any:
+        return self._number("operator_bytes", function, index)
 
     def widening_bytes(self, index: int) -> Any:
         return self._number("widening_bytes", index)

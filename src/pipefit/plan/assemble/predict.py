@@ -50,7 +50,7 @@ class DevicePeak:
 
     @property
     def static_bytes(self) -> float:
-        return float(fsum(self.static.values()))
+        return fsum(self.static.values())
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class PlanSimulation:
 def _device_peak(
     kind: str, limit_bytes: float, static: Mapping[str, float], curve: MemoryCurve, end_bytes: float
 ) -> DevicePeak:
-    peak_bytes = max(float(curve.peak_bytes), float(fsum(static.values())) + curve.left_bytes + end_bytes)
+    peak_bytes = max(float(curve.peak_bytes), fsum(static.values()) + curve.left_bytes + end_bytes)
     return DevicePeak(kind, limit_bytes, peak_bytes, static, curve)
 
 

@@ -30,7 +30,7 @@ from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.expert_parts import parts_of_key, row_parts
+from pipefit.plan.request.expert_parts import program_row_parts
 from pipefit.plan.types import Job
 from pipefit.schedule.families import family_facts
 
@@ -167,7 +167,7 @@ class LowerBounds:
             return self._slice_row(
                 self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program), stage, slices
             )
-        if even or row_parts(program[0], program[1], parts_of_key(program[0])) > 1:
+        if even or program_row_parts(*program) > 1:
             # Rows between powers of two need not divide among these parts.
             return self.cutter.layer_row(self.job, pairs, recompute, COMPLETE_STATE, program)
         key = (pairs, recompute, program)

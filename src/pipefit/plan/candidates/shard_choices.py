@@ -102,11 +102,16 @@ def _fixed_choices(
     job: Job, constraints: Constraints, shards: tuple[int, ...], cutter: LayerCutter | None
 ) -> list[ShardChoice]:
     """Return the choices with these shards: one, or every set of searched programs."""
-    style: Sharding = "none" if len(shards) == 1 else constraints.sharding or FIXED_PROGRAMS[0]
+    style = fixed_style(shards, constraints)
     if style != "searched" or cutter is None or cutter.programs.has_unnamed_recipes:
         return [ShardChoice(shards, style, expert=constraints.expert_size)]
     names = recipe_sets(job, constraints, cutter, len(shards))
     return [ShardChoice(shards, style, (name,)) for name in names] or [ShardChoice(shards, style)]
+
+
+def fixed_style(shards: tuple[int, ...], constraints: Constraints) -> Sharding:
+    """Return the sharding of fixed shards: the constrained one, or the first that is searched."""
+    return "none" if len(shards) == 1 else constraints.sharding or FIXED_PROGRAMS[0]
 
 
 def _choices_of_size(job: Job, constraints: Constraints, size: int, cutter: LayerCutter) -> Iterator[ShardChoice]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pipefit.errors import PlanError
-from pipefit.plan.candidates.shard_choices import FIXED_PROGRAMS
+from pipefit.plan.candidates.shard_choices import fixed_style
 from pipefit.plan.candidates.space import divisors_of, families_only, iter_candidates
 from pipefit.plan.request.constraints import Constraints, check_expert_constraints
 from pipefit.plan.request.context_parts import check_context
-from pipefit.plan.request.decisions import Sharding
-from pipefit.plan.request.expert_parts import check_expert_rows, splits_rows
+from pipefit.plan.request.expert_parts import check_row_parts
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.request.state_groups import check_state_group
 from pipefit.plan.slicing.cuts import check_number
@@ -99,12 +98,8 @@ def _check_space_groups(devices: int, constraints: Constraints) -> None:
 def _check_space_slices(job: Job, constraints: Constraints) -> None:
     """Raise PlanError if rows or sequences cannot be cut over the constrained shards or into the constrained slices."""
     shards = constraints.shards or (1,)
-    if splits_rows(constraints.sharding):
-        replicas = constraints.replicas or (1,)
-        check_expert_rows(job, constraints.microbatches, replicas, shards, "--fix shards")
-    elif constraints.expert_size > 1:
-        parts = (1,) * constraints.expert_size
-        check_expert_rows(job, constraints.microbatches, constraints.replicas or (1,), parts, "--fix expert")
+    replicas, expert = constraints.replicas or (1,), constraints.expert_size
+    check_row_parts(job, constraints.microbatches, replicas, constraints.sharding, shards, expert, "--fix ")
     slices_wanted = constraints.slices or 1
     lengths = slices_wanted if isinstance(slices_wanted, tuple) else ()
     slice_count = slices_wanted if isinstance(slices_wanted, int) else len(lengths)
@@ -113,14 +108,8 @@ def _check_space_slices(job: Job, constraints: Constraints) -> None:
         lengths if constraints.context_size == 1 else (),
         job.sequence // constraints.context_size,
         shards,
-        _sharding_style(shards, constraints),
+        fixed_style(shards, constraints),
         "--fix slices" if lengths else "--seq and shards",
     )
     if isinstance(slices_wanted, int):
         check_number(job.sequence, slices_wanted, constraints.slice_multiple or 1, "--fix slices")
-
-
-def _sharding_style(shards: tuple[int, ...], constraints: Constraints) -> Sharding:
-    if len(shards) == 1:
-        return "none"
-    return constraints.sharding or FIXED_PROGRAMS[0]

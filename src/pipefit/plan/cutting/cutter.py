@@ -40,7 +40,7 @@ from pipefit.plan.cutting.rows import (
 from pipefit.plan.devices.device_kinds import DeviceKinds
 from pipefit.plan.devices.fleet import DeviceFleet, Pair
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.expert_parts import parts_of_key, row_parts, splits_rows
+from pipefit.plan.request.expert_parts import parts_of_key, program_row_parts, splits_rows
 from pipefit.plan.types import Job
 
 ShardProgram = tuple[str, tuple[int, ...]]
@@ -332,7 +332,7 @@ class LayerCutter:
         if shards_gradients(share.state):
             away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
             held = held - self._sharded_array(sharding, shards) * away
-        if row_parts(sharding, shards, parts_of_key(sharding)) > 1 and share.state != "none":
+        if program_row_parts(sharding, shards) > 1 and share.state != "none":
             held = held - self._spread_bytes(job, share, sharding, shards)[:, None]
         fullest: Array = held.max(axis=1)
         return fullest + self._shared_state_bytes(job, sharding, shards)
@@ -340,7 +340,7 @@ class LayerCutter:
     def _spread_bytes(self, job: Job, share: StateShare, sharding: str, shards: tuple[int, ...]) -> Array:
         """Return the bytes of each layer's state that an axis which divides rows and experts takes off a device."""
         spread_all, sharded = self._spread_counts(sharding, shards)
-        parts = row_parts(sharding, shards, parts_of_key(sharding))
+        parts = program_row_parts(sharding, shards)
         per_element = state_bytes(find_optimizer(job.optimizer), job.precision)
         more = GRADIENT_BYTES[job.precision] * shards_gradients(share.state)
         more += COMPUTE_BYTES[job.precision] * (share.state == "parameters")

@@ -273,9 +273,10 @@ def _mean_weights(profiles: Sequence[ModuleProfile], ways: Sequence[int]) -> Arr
     sample."""
     seconds = [float(profile.ways[variant].sample_s.sum()) for profile, variant in zip(profiles, ways, strict=True)]
     ragged = [profile.weights.shape for profile in profiles if profile.weights.size]
-    if not ragged or not fsum(seconds):
+    total_s = fsum(seconds)
+    if not ragged or not total_s:
         return np.ones((1, 0))
     weights: Array = np.zeros(ragged[0])
     for profile, own_s in zip(profiles, seconds, strict=True):
-        weights = weights + own_s / fsum(seconds) * (profile.weights if profile.weights.size else 1.0)
+        weights = weights + own_s / total_s * (profile.weights if profile.weights.size else 1.0)
     return weights

@@ -18,6 +18,8 @@ from pipefit.plan.types import Job, Plan
 CONTEXT: Final = "context"
 """The mesh axis, and the key of `--fix`."""
 
+HOLD_PARTS: Final = "hold the parts of a sequence"
+
 
 def check_context(parts: int, job: Job, sharding: str, slices: int, where: str) -> None:
     """Raise PlanError if a job's sequences cannot be split into this many parts, beside this sharding and number of
@@ -95,7 +97,7 @@ def mesh_problems(plan: Plan) -> Iterator[PlanError]:
         for index, group in enumerate(plan.groups):
             mesh = group.to_mesh()
             for device in group.devices:
-                _check_rising(mesh.devices_along(device, (CONTEXT,)), f"groups[{index}].devices")
+                check_rising(mesh.devices_along(device, (CONTEXT,)), HOLD_PARTS, f"groups[{index}].devices")
         for stage in plan.stages:
             check_context(size, plan.job, stage.sharding, len(plan.order.slices), f"groups.axes ({CONTEXT})")
     except PlanError as error:
@@ -107,13 +109,14 @@ def check_device_order(parts: int, shards: int, devices: Sequence[int], where: s
     in grid order."""
     for start in range(0, len(devices) if parts > 1 else 0, parts * shards):
         for shard in range(shards):
-            _check_rising(devices[start : start + parts * shards][shard::shards], where)
+            check_rising(devices[start : start + parts * shards][shard::shards], HOLD_PARTS, where)
 
 
-def _check_rising(devices: Sequence[int], where: str) -> None:
+def check_rising(devices: Sequence[int], task: str, where: str) -> None:
+    """Raise PlanError unless devices with a common task are in rising order."""
     if list(devices) != sorted(devices):
         raise PlanError(
-            "The devices that hold the parts of a sequence must be in rising order: ranks are numbered by device.",
+            f"The devices that {task} must be in rising order: ranks are numbered by device.",
             where=where,
             seen=", ".join(map(str, devices)),
             allowed=", ".join(map(str, sorted(devices))),

@@ -16,8 +16,8 @@ from pipefit.plan.request.context_parts import check_context, check_device_order
 from pipefit.plan.request.expert_parts import (
     check_expert_axis,
     check_expert_order,
-    check_expert_rows,
     check_expert_state,
+    check_row_parts,
     program_key,
     row_parts,
     splits_rows,
@@ -326,10 +326,9 @@ def _check_job(decisions: ParallelConfig, job: Job) -> None:
             seen=f"{rows} rows over shares {':'.join(map(str, decisions.replicas))}",
             next_step="use fewer microbatches, or more even shares",
         )
-    if decisions.splits_rows:
-        check_expert_rows(job, decisions.microbatches, decisions.replicas, decisions.shards, "shards")
-    elif decisions.expert > 1:
-        check_expert_rows(job, decisions.microbatches, decisions.replicas, (1,) * decisions.expert, "expert")
+    check_row_parts(
+        job, decisions.microbatches, decisions.replicas, decisions.sharding, decisions.shards, decisions.expert
+    )
     check_context(decisions.context, job, decisions.sharding, len(decisions.slices), "context")
     for shares in {decisions.shards, *decisions.lane_shards}:
         slices = decisions.slices if decisions.context == 1 else ()

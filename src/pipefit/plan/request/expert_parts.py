@@ -14,6 +14,7 @@ from typing import Final
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Model
+from pipefit.plan.request.context_parts import check_rising
 from pipefit.plan.types import Job, Plan
 
 EXPERT: Final = "expert"
@@ -46,6 +47,11 @@ def parts_of_key(key: str) -> int:
     """Return the size of the expert axis in a key of layer programs; 1 without one."""
     sharding, _, parts = key.partition("/")
     return int(parts.removeprefix(PARTS_PREFIX)) if parts and sharding == TENSOR_SHARDING else 1
+
+
+def program_row_parts(key: str, shares: Sequence[int]) -> int:
+    """Return the number of parts of the rows of a replica under the layer programs of a key."""
+    return row_parts(key, shares, parts_of_key(key))
 
 
 def divides_rows(batch: int, microbatches: int, replicas: Sequence[int], parts: int) -> bool:
@@ -96,6 +102,7 @@ def _check_axis_experts(model: Model, expert: int, shares: Sequence[int], where:
     least = min(counts)
     fitting = [size for size in range(2, least // len(shares) + 1) if not any(count % size for count in counts)]
     if expert not in fitting:
+        nearest = min(fitting, key=lambda size: abs(size - expert), default=1)
         raise PlanError(
             "The experts of a layer do not divide among the devices of expert and tensor parallelism.",
             where=where,
@@ -103,8 +110,7 @@ def _check_axis_experts(model: Model, expert: int, shares: Sequence[int], where:
             allowed=f"{EXPERT} of {', '.join(map(str, fitting))} beside {len(shares)} shards"
             if fitting
             else f"no {EXPERT} beside {len(shares)} shards: a layer has too few experts",
-            next_step=f"fix {EXPERT}={min(fitting, key=lambda size: abs(size - expert))}, "
-            f"or ep={len(shares) * min(fitting, key=lambda size: abs(size - expert))} beside tp={len(shares)}"
+            next_step=f"fix {EXPERT}={nearest}, or ep={len(shares) * nearest} beside tp={len(shares)}"
             if fitting
             else f"leave out {EXPERT} (ep)",
         )
@@ -137,14 +143,7 @@ def check_expert_order(expert: int, size: int, devices: Sequence[int], where: st
     """Raise PlanError unless the devices that divide experts are in rising order, in every group of `size`. `devices`
     are those of a lane, in grid order."""
     for start in range(0, len(devices) if expert > 1 else 0, size):
-        group = list(devices[start : start + size])
-        if group != sorted(group):
-            raise PlanError(
-                "The devices that divide the experts of a layer must be in rising order: ranks are numbered by device.",
-                where=where,
-                seen=", ".join(map(str, group)),
-                allowed=", ".join(map(str, sorted(group))),
-            )
+        check_rising(devices[start : start + size], "divide the experts of a layer", where)
 
 
 def expert_problems(plan: Plan) -> Iterator[PlanError]:
@@ -175,6 +174,23 @@ def check_expert_state(sharding: str | None, state_group: int, where: str, exper
             allowed="state_group=all",
             next_step="leave out state_group (hsdp)",
         )
+
+
+def check_row_parts(
+    job: Job,
+    microbatches: int | None,
+    replicas: Sequence[int],
+    sharding: str | None,
+    shards: Sequence[int],
+    expert: int,
+    where: str = "",
+) -> None:
+    """Raise PlanError as `check_expert_rows` does, for the axis that divides the rows of a replica. `where`: words
+    before the name of the axis."""
+    if splits_rows(sharding):
+        check_expert_rows(job, microbatches, replicas, shards, f"{where}shards")
+    elif expert > 1:
+        check_expert_rows(job, microbatches, replicas, (1,) * expert, f"{where}{EXPERT}")
 
 
 def check_expert_rows(

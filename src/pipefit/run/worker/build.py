@@ -206,7 +206,7 @@ def _build_program(
     trained: Collection[int],
 ) -> StageProgram:
     stage, group = plan.stages[index], place.groups[index]
-    shard = _axis_place(group, "shard", place, comms)
+    shard = _axis_place(group, ("shard",), place, comms)
     layers = [
         StageLayer(layer.name, program.graphs[shard.position if shard else 0], layer.parameters, program.shares)
         for layer in stage_layers(model, stage)
@@ -219,8 +219,8 @@ def _build_program(
         device=place.torch_device,
         dtype=dtype,
         shard=shard,
-        sequence=_axis_place(group, "context", place, comms),
-        experts=_expert_place(group, place, comms),
+        sequence=_axis_place(group, ("context",), place, comms),
+        experts=_axis_place(group, ("expert", "shard"), place, comms),
         seed=plan.job.seed,
         first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
         slices=len(plan.order.slices),
@@ -233,23 +233,16 @@ def _build_program(
     return pace_program(program)
 
 
-def _axis_place(group: Mesh, name: AxisName, place: RankPlace, comms: CommGroups) -> ShardContext | None:
-    """Return the place of this rank on an axis of a mesh; None if the axis has one position."""
-    axis = group.find_axis(name)
+def _axis_place(group: Mesh, names: tuple[AxisName, ...], place: RankPlace, comms: CommGroups) -> ShardContext | None:
+    """Return the place of this rank on one axis of a mesh, or on several even axes together; None if the first axis has
+    one position."""
+    axis = group.find_axis(names[0])
     if axis.size == 1:
         return None
-    members = [place.ranks[d] for d in group.devices_along(place.device, (name,))]
-    position = group.axis_position(place.device, name)
-    return ShardContext(group=comms.find_group(members), shares=axis.shares, position=position)
-
-
-def _expert_place(group: Mesh, place: RankPlace, comms: CommGroups) -> ShardContext | None:
-    """Return the place of this rank among the devices of an expert axis and its shards; None without such an axis."""
-    if group.find_axis("expert").size == 1:
-        return None
-    devices = group.devices_along(place.device, ("expert", "shard"))
+    devices = group.devices_along(place.device, names)
     members = comms.find_group([place.ranks[device] for device in devices])
-    return ShardContext(group=members, shares=(1,) * len(devices), position=devices.index(place.device))
+    shares = axis.shares * (len(devices) // axis.size)
+    return ShardContext(group=members, shares=shares, position=devices.index(place.device))
 
 
 def _opaque_modules(

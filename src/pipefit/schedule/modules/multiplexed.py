@@ -190,7 +190,7 @@ class _LaneClock:
         flying = lead = 0
         if feeds >= 0:
             flying = _in_flight(pipeline, feeds)
-            each_s = turn.multiple * max(float(fsum(self.time_s[kind][feeds].mean() for kind in ("F", "B"))), 1e-12)
+            each_s = turn.multiple * max(fsum(self.time_s[kind][feeds].mean() for kind in ("F", "B")), 1e-12)
             lead = turn.multiple * ceil(float(self.time_s["F"][stage].max()) / each_s)
         return _TurnStage(
             stage=stage,
