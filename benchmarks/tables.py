@@ -255,6 +255,27 @@ def uneven_parts_table() -> str:
     return format_table("lab | operation | parts of 48 | padded | grouped | all-to-all-v", rows)
 
 
+def published_steps_table() -> str:
+    """Return the errors of predictions from data sheets, by publication and model."""
+    result = load_result("published_steps")
+    rows = []
+    for group in result["groups"]:
+        chosen = [row for row in result["rows"] if row["group"] == group]
+        for model in dict.fromkeys(row["model"] for row in chosen):
+            errors = [row["error"] for row in chosen if row["model"] == model]
+            fitted = any(row["fitted"] for row in chosen if row["model"] == model)
+            left_out = result["left_out"]["models"][model]["mean_error"] if fitted else None
+            rows.append(
+                (
+                    *(group, model, str(len(errors)), f"{mean(map(abs, errors)):.1%}", f"{mean(errors):+.1%}"),
+                    "not fitted" if left_out is None else f"{left_out:.1%}",
+                )
+            )
+        total = result["groups"][group]
+        rows.append((group, "all", str(total["rows"]), f"{total['mean_error']:.1%}", "", ""))
+    return format_table("publication, device | model | runs | mean error | bias | model left out (all devices)", rows)
+
+
 def validation_table() -> str:
     """Return the table of published runs: (set, quantity, key of its summary, words of the page, shows constants)."""
     time, memory = "iteration time", "peak memory"
@@ -404,6 +425,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "several-microbatches": several_microbatches_table,
     "sample-order": sample_order_table,
     "uneven-parts": uneven_parts_table,
+    "published-steps": published_steps_table,
     "validation": validation_table,
     "local-runs": local_runs_table,
     "scarce-memory": scarce_memory_table,

@@ -1,7 +1,7 @@
 """Published configurations of others, as models, clusters, jobs and `--fix` options of this planner.
 
-`benchmarks/data/published_configurations.json` holds the facts and their sources. A GPT is planned as layers of the
-Llama family with as many parameters, because the tensor-parallel programs do not split GPT-2's fused projection.
+`benchmarks/data/published_configurations.json` holds the facts and their sources. A GPT is planned as a GPT-2 of its
+sizes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ ASSUMED_NETWORK: Mapping[str, str] = {"A100-80": "1600Gbit/s"}
 """Bandwidth of a host where the source does not give it, by device; `DEFAULT_NETWORK` for all others."""
 
 DEFAULT_NETWORK = "3200Gbit/s"
-
-GPT_MULTIPLE = 128
-"""The intermediate size of a GPT's stand-in, 8/3 of the hidden size, is rounded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +161,6 @@ def constraint_texts(row: PublishedRow) -> tuple[str, ...]:
 def approximations(row: PublishedRow, file: PublishedFile) -> tuple[str, ...]:
     """Return the differences between a row and its request."""
     notes = []
-    if file.models[row.model].architecture == "gpt":
-        notes.append("GPT as layers of the Llama family with as many parameters")
     if row.precision not in ("bfloat16", "float16"):
         notes.append(f"{row.precision} as bfloat16")
     if row.hosts > 1 and row.network is None:
@@ -211,6 +206,16 @@ def write_model(name: str, model: PublishedModel, sequence: int, folder: Path) -
 
 def model_config(model: PublishedModel, sequence: int) -> dict[str, Any]:
     """Return the fields of a Hugging Face config.json that the sizes of a model give."""
+    if model.architecture == "gpt":
+        return {
+            "model_type": "gpt2",
+            "n_layer": model.layers,
+            "n_embd": model.hidden,
+            "n_head": model.heads,
+            "n_positions": max(sequence, model.positions),
+            "vocab_size": model.vocabulary,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        }
     config: dict[str, Any] = {
         "model_type": model.architecture,
         "num_hidden_layers": model.layers,
@@ -227,10 +232,6 @@ def model_config(model: PublishedModel, sequence: int) -> dict[str, Any]:
     }
     config = {key: value for key, value in config.items() if value}
     config["max_position_embeddings"] = max(sequence, model.positions)
-    if model.architecture == "gpt":
-        intermediate = GPT_MULTIPLE * round(8 * model.hidden / 3 / GPT_MULTIPLE)
-        config |= {"model_type": "llama", "hidden_act": "gelu", "intermediate_size": intermediate}
-        config |= {"tie_word_embeddings": True}
     return config
 
 

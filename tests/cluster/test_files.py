@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,21 @@ import pytest
 from tests.support.changes import put
 
 from pipefit.cluster import check_cluster, load_cluster, open_cluster, parse_spec, save_cluster_file
+from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.errors import ClusterError, FormatError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.json"))
+
+
+def test_kinds_of_the_examples_are_those_of_the_data_sheets() -> None:
+    """Else a cluster file gives another plan than the short form of the same cluster."""
+    for path in EXAMPLES:
+        cluster = load_cluster(path)
+        for name, kind in cluster.kinds.items():
+            sheet, link = data_sheet_kind(name)
+            assert replace(kind, provenance=sheet.provenance) == sheet
+            inside = {host.link for host in cluster.hosts if host.kind == name}
+            assert {cluster.links[key] for key in inside} == {link}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -54,6 +67,18 @@ BREAKS = {
     "negative memory": (put("kinds", "V100", "memory_bytes", value=-1), ["impossible", "kinds.V100.memory_bytes"]),
     "no peak": (put("kinds", "V100", "peak_flops_per_s", value={"float32": 1e12}), ["peak for float64 is missing"]),
     "efficiency in percent": (put("kinds", "V100", "efficiency", value=50), ["share of the peak", "seen: 50"]),
+    "attention in percent": (
+        put("kinds", "V100", "attention_efficiency", value=30),
+        ["attention efficiency is a share of the peak", "kinds.V100.attention_efficiency", "seen: 30"],
+    ),
+    "no bandwidth share": (
+        put("kinds", "V100", "bandwidth_efficiency", value=0),
+        ["bandwidth efficiency is a share of the memory bandwidth", "seen: 0"],
+    ),
+    "products that move less than once": (
+        put("kinds", "V100", "product_traffic", value=0.5),
+        ["moves its activations at least once", "kinds.V100.product_traffic", "seen: 0.5"],
+    ),
     "link without bandwidth": (
         put("links", "nvlink2", "bandwidth_bytes_per_s", value=0),
         ["impossible", "links.nvlink2.bandwidth_bytes_per_s"],

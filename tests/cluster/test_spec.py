@@ -70,7 +70,7 @@ def test_every_sheet_makes_a_valid_cluster(name: str) -> None:
     kind, _ = data_sheet_kind(name.lower())
     assert kind == kind_of(cluster, 0)
     assert kind.peak_flops_per_s["bfloat16"] >= kind.peak_flops_per_s["float32"] >= kind.peak_flops_per_s["float64"]
-    assert 0.9 * SHEETS[name].memory_gb * 1e9 < kind.memory_bytes < SHEETS[name].memory_gb * 1e9
+    assert 0.9 * SHEETS[name].memory_mib < kind.memory_bytes / 2**20 < SHEETS[name].memory_mib
 
 
 def test_published_figures() -> None:

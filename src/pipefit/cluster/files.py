@@ -60,12 +60,25 @@ def _kind_problems(kind: DeviceKind, where: str) -> Iterator[ClusterError]:
     yield from _number_problems(kind.memory_bytes, f"{where}.memory_bytes")
     yield from _number_problems(kind.memory_bandwidth_bytes_per_s, f"{where}.memory_bandwidth_bytes_per_s")
     yield from _number_problems(kind.overhead_s, f"{where}.overhead_s", zero=True)
-    if not 0 < kind.efficiency <= 1:
+    shares = {
+        "efficiency": ("peak", kind.efficiency),
+        "attention_efficiency": ("peak", kind.attention_efficiency),
+        "bandwidth_efficiency": ("memory bandwidth", kind.bandwidth_efficiency),
+    }
+    for field, (limit, share) in shares.items():
+        if share is not None and not 0 < share <= 1:
+            yield ClusterError(
+                f"The {field.replace('_', ' ')} is a share of the {limit}.",
+                where=f"{where}.{field}",
+                seen=share,
+                allowed="0 to 1",
+            )
+    if kind.product_traffic is not None and not kind.product_traffic >= 1:
         yield ClusterError(
-            "The efficiency is a share of the peak.",
-            where=f"{where}.efficiency",
-            seen=kind.efficiency,
-            allowed="0 to 1",
+            "A matrix product moves its activations at least once.",
+            where=f"{where}.product_traffic",
+            seen=kind.product_traffic,
+            allowed="1 or more",
         )
     for dtype in _DTYPES:
         if dtype not in kind.peak_flops_per_s:

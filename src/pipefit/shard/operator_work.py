@@ -9,7 +9,8 @@ from math import ceil, fsum
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.comm.lowerings import LoweredCollective
-from pipefit.cost.compute.operator_times import PassWork, exchanges_s, operator_work
+from pipefit.cost.compute.kernel_time import PassWork, kernel_time
+from pipefit.cost.compute.operator_times import exchanges_s, operator_work
 from pipefit.cost.compute.shard_exchanges import operator_exchanges
 from pipefit.model.graph import (
     Graph,
@@ -21,10 +22,9 @@ from pipefit.model.graph import (
     multiply_sizes,
     size_value,
 )
-from pipefit.model.ops import KINDS
+from pipefit.model.ops import KINDS, OperatorKind
 from pipefit.model.ops.attention import FIRST_QUERY
 from pipefit.model.ops.kind import Said
-from pipefit.precision import COMPUTE_TYPE
 from pipefit.shard.rules import OperatorLabels
 from pipefit.shard.setting import ShardSetting
 from pipefit.shard.template import WHOLE_CUT, ConversionCost, Line, Lines
@@ -61,7 +61,7 @@ class OperatorPricing:
             ]
         return tuple(
             tuple(
-                self.roofline_lines(single[index], double[index], kind)
+                self.kernel_lines(KINDS[operator.kind], single[index], double[index], kind)
                 for kind, (single, double) in zip(kinds, works, strict=True)
             )
             for index in range(len(once))
@@ -115,22 +115,26 @@ class OperatorPricing:
             replace(option, constant_s=times * option.constant_s, slope=times * option.slope) for option in options
         )
 
-    def roofline_lines(self, one: PassWork | None, two: PassWork | None, kind: DeviceKind) -> Lines:
-        """Return the roofline of a pass with work `one` for the full label and `two` for twice its size."""
-        if one is None or two is None:
+    def kernel_lines(
+        self, operator: OperatorKind, once: PassWork | None, twice: PassWork | None, kind: DeviceKind
+    ) -> Lines:
+        """Return the time of a pass with work `once` for the full label and `twice` for twice its size."""
+        if once is None or twice is None:
             return ()
         slow = self.setting.slowness.get(kind.name, 1.0)
-        rate = kind.peak_flops_per_s[COMPUTE_TYPE[self.setting.precision]] * kind.efficiency / slow
-        speed = kind.memory_bandwidth_bytes_per_s / slow
-        coefficients = []
-        for first, second, per_s in (
-            (one.flops, two.flops, rate),
-            (one.moved_bytes, two.moved_bytes, speed),
-        ):
-            coefficients.append((2 * first - second) / per_s + kind.overhead_s)
-            coefficients.append((second - first) / per_s)
-        lines = ((coefficients[0], coefficients[1]), (coefficients[2], coefficients[3]))
-        return _upper_envelope(lines)
+        single, double = (kernel_time(work, operator, kind, self.setting.precision) for work in (once, twice))
+
+        def line_through(first: float, second: float) -> Line:
+            return (2 * first - second) * slow + kind.overhead_s, (second - first) * slow
+
+        if single.adds_up or double.adds_up:
+            return (line_through(single.seconds, double.seconds),)
+        return _upper_envelope(
+            (
+                line_through(single.compute_s, double.compute_s),
+                line_through(single.memory_s, double.memory_s),
+            )
+        )
 
     def isolated_graph(self, operator: Operator, labelled: OperatorLabels, label: str, times: int | Fraction) -> Graph:
         """Return a graph of the operator alone, with the dimensions of a label multiplied by `times` and rounded up."""

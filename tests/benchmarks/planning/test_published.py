@@ -137,9 +137,9 @@ def test_cluster_has_the_published_devices() -> None:
 def test_model_sizes_are_those_of_the_publication(tmp_path: Path) -> None:
     sizes = PUBLISHED.models["gpt-18b"]
     config = model_config(sizes, 2048)
-    assert config["intermediate_size"] * 3 == pytest.approx(8 * sizes.hidden, rel=0.02), "gated layers: 3 for 2 of 4 h"
+    assert (config["n_layer"], config["n_embd"]) == (sizes.layers, sizes.hidden)
     described = resolve_model(model_source(ROWS["sc21-18b"], PUBLISHED, tmp_path))
-    assert described.family == "llama" and described.config["num_key_value_heads"] == 48
+    assert described.family == "gpt2" and described.config["n_head"] == 48
     described = resolve_model(model_source(ROWS["nemo-qwen3-235b"], PUBLISHED, tmp_path))
     assert (described.config["num_experts"], described.config["head_dim"]) == (128, 128)
     described = resolve_model(model_source(ROWS["mpt-13b-8-long"], PUBLISHED, tmp_path))

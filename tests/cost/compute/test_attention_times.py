@@ -63,7 +63,7 @@ def test_slices_take_the_time_of_the_pairs_that_are_visible(slices: tuple[int, .
     times = [attention_s(attending_graph(), shape) for shape in slice_shapes(slices, rows=3)]
     forward_s, backward_s = (sum(column) for column in zip(*times, strict=True))
     assert forward_s == pytest.approx(2 * 3 * PAIR_FLOPS * visible_pairs(24) / 0.5e12)
-    assert backward_s == pytest.approx(2 * forward_s)
+    assert backward_s == pytest.approx(2.5 * forward_s), "four products, and the scores once more"
 
 
 def test_documents_apart_take_the_time_of_all_pairs() -> None:
@@ -148,10 +148,10 @@ def test_slices_of_a_long_sequence_are_no_faster_on_one_lane(llama: Model, recom
     device = parse_spec("1xH100").kinds["H100"]
     whole_s = lane_s(llama, (8192,), device, recompute)
     for slices in ((4096, 4096), (2731, 2731, 2730), (3072, 2688, 2432)):
-        assert whole_s <= lane_s(llama, slices, device, recompute) < 1.03 * whole_s, slices
-    assert whole_s <= lane_s(llama, (1024,) * 8, device, recompute) < 1.15 * whole_s
+        assert whole_s <= lane_s(llama, slices, device, recompute) < (0.95 + 0.05 * len(slices)) * whole_s
+    assert whole_s <= lane_s(llama, (1024,) * 8, device, recompute) < 1.35 * whole_s
     if recompute == "none":
-        assert whole_s == pytest.approx(0.908, rel=0.01)
+        assert whole_s == pytest.approx(1.069, rel=0.01)
 
 
 def test_a_plan_with_documents_apart_counts_hidden_keys() -> None:

@@ -327,7 +327,7 @@ def test_measured_costs_use_the_curve_of_the_layer_and_the_roofline_elsewhere() 
     other = costs.layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float32"))
     assert other == RooflineCosts().layer_cost(LayerQuery(layer_graph(width=16), place, kind, "float32"))
     assert any(note.endswith("on cpu in float32: not measured") for note in costs.notes)
-    assert any("roofline" in note for note in costs.notes)
+    assert any("data-sheet peak" in note for note in costs.notes)
 
 
 def test_precisions_that_compute_alike_use_one_measured_curve() -> None:

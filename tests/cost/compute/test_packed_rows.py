@@ -195,7 +195,7 @@ def test_a_part_of_a_packed_layer_is_corrected_by_its_images_too() -> None:
     part = replace(whole, parameters=(ParameterSpec(name="w", shape=(WIDTH, WIDTH), trainable=False),))
     costs = MeasuredCosts(replace(cluster, measured=ClusterMeasurements(layers=(measured,))), graphs=[whole])
     found = costs.layer_durations(LayerQuery(part, place, kind, "bfloat16"))
-    assert found.forward_s == pytest.approx(2 * expected_s)
+    assert found.forward_s == pytest.approx(2 * expected_s, rel=1e-3)
 
 
 def joined(first: StageWork, second: StageWork, sent: Sequence[Sequence[tuple[int, int, float]]]) -> PipelineWork:

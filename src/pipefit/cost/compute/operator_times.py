@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import fsum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pipefit.cluster.types import DeviceKind
+from pipefit.cost.compute.kernel_time import PassWork, kernel_time
 from pipefit.cost.compute.shard_exchanges import BACKWARD, OperatorExchanges, operator_exchanges
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.model.analysis.totals import executed_flops, made_from_data, operator_traffic_bytes
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, OperatorKind
 from pipefit.model.ops.unshard import stored_weights
-from pipefit.precision import COMPUTE_TYPE, Precision
+from pipefit.precision import Precision
 
 Times = tuple[float, float, float]
 """Seconds of an operator's forward, input gradient and weight gradient."""
@@ -51,10 +52,11 @@ def operator_times(
     said_s = exchanges_s(operator_exchanges(graph, operator, symbols, precision), collective)
     if operator.kind == "unshard" or operator.kind in BACKWARD:
         return said_s
-    rate = kind.peak_flops_per_s[COMPUTE_TYPE[precision]] * kind.efficiency
+    works = operator_work(graph, operator, symbols, precision)
     forward_s, input_s, weight_s = (
-        _roofline_s(work, rate, kind) + more_s
-        for work, more_s in zip(operator_work(graph, operator, symbols, precision), said_s, strict=True)
+        (0.0 if work is None else kernel_time(work, KINDS[operator.kind], kind, precision).seconds + kind.overhead_s)
+        + more_s
+        for work, more_s in zip(works, said_s, strict=True)
     )
     return forward_s, input_s, weight_s
 
@@ -82,13 +84,6 @@ def exchanges_s(exchanges: OperatorExchanges, collective: CollectiveTime | None)
     return forward_s, input_s, weight_s
 
 
-class PassWork(NamedTuple):
-    """Executed FLOPs and memory traffic of one pass of an operator."""
-
-    flops: float
-    moved_bytes: float
-
-
 def operator_work(
     graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
 ) -> tuple[PassWork | None, PassWork | None, PassWork | None]:
@@ -103,19 +98,15 @@ def operator_work(
     # The input gradient of a product reads and writes as much as its forward; for other operators, the gradient of
     # the output comes on top. A weight gradient is added into a buffer: one read and one write.
     back = traffic if flops.input_gradient else traffic + outputs
-    forward = PassWork(flops.forward, traffic)
-    input_ = PassWork(flops.input_gradient, back) if _has_input_gradient(graph, operator) else None
+    stored = parameters * width
+    forward = PassWork(flops.forward, traffic, stored)
+    input_ = PassWork(flops.input_gradient, back, stored) if _has_input_gradient(graph, operator) else None
     if not parameters:
         return forward, input_, None
     gradient = 2 * parameters * max(4, width)
-    weight = PassWork(flops.weight_gradient, (traffic if flops.weight_gradient else 0) + gradient)
-    return forward, input_, weight
-
-
-def _roofline_s(work: PassWork | None, rate: float, kind: DeviceKind) -> float:
-    if work is None:
-        return 0.0
-    return max(work.flops / rate, work.moved_bytes / kind.memory_bandwidth_bytes_per_s) + kind.overhead_s
+    if not flops.weight_gradient:
+        return forward, input_, PassWork(0, gradient, gradient)
+    return forward, input_, PassWork(flops.weight_gradient, traffic + gradient, stored + gradient)
 
 
 def _has_input_gradient(graph: Graph, operator: Operator) -> bool:

@@ -1,9 +1,8 @@
 """The time and the memory of one layer on one device, from a data sheet.
 
-Time of an operator: the larger of FLOPs / (peak x efficiency) and bytes moved / memory bandwidth, plus the launch
-overhead (roofline: Williams, Waterman and Patterson 2009). Bytes moved: every operator reads its inputs and writes its
-outputs once; views move nothing. No fusion is assumed, so pointwise chains are overestimated. Measured costs
-(`curves.py`) implement the same `LayerCosts` interface.
+Time of an operator: that of its FLOPs and its bytes (`kernel_time.py`), plus the launch overhead. Bytes moved: every
+operator reads its inputs and writes its outputs once; views move nothing. Measured costs (`curves.py`) implement the
+same `LayerCosts` interface.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class RooflineCosts:
     """Layer costs from device data sheets; results are cached."""
 
     notes: tuple[str, ...] = (
-        "layer times: roofline of the device's data-sheet peak x efficiency and memory bandwidth, no operator fusion",
+        "layer times: the device's data-sheet peak and memory bandwidth, times the shares that its kernels reach",
         "passing memory: every operator's inputs, outputs and workspace, as the runtime lets go of them",
     )
 

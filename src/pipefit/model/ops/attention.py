@@ -5,11 +5,12 @@ FLOPs: two products forward and four backward over the full square of queries an
 recomputed scores of a flash kernel are not counted. This is the convention of FlopCounterMode and of the MFU of PaLM
 (appendix B).
 
-Executed FLOPs determine the time: the same products over the pairs of a query and a key that the kernels of
-`run/ops/attention.py` compute. A causal kernel skips the masked half: T queries of their own T keys are a triangle of
-T (T + 1) / 2 pairs. Keys of earlier slices, and keys before a device's part of the queries, are rectangles. If a window
-is shorter than the queries, or documents are kept apart, the kernel takes a mask and computes the full square of own
-keys. A run of earlier keys is computed completely, or skipped if no query sees any of it.
+Executed FLOPs determine the time: these products, and in the backward the scores once more, over the pairs of a query
+and a key that the kernels of `run/ops/attention.py` compute. A causal kernel skips the masked half: T queries of their
+own T keys are a triangle of T (T + 1) / 2 pairs. Keys of earlier slices, and keys before a device's part of the
+queries, are rectangles. If a window is shorter than the queries, or documents are kept apart, the kernel takes a mask
+and computes the full square of own keys. A run of earlier keys is computed completely, or skipped if no query sees any
+of it.
 
 The symbol P, if given, is the number of earlier tokens whose keys are attended to (slices). The keys are read in place,
 chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
@@ -44,7 +45,7 @@ def _count_executed_flops(call: OperatorCall) -> Flops:
     assert q is not None
     rows, _, heads, dim = q
     product = 2 * rows * heads * dim * computed_pairs(call)
-    return Flops(2 * product, 4 * product, 0)
+    return Flops(2 * product, 5 * product, 0)
 
 
 def computed_pairs(call: OperatorCall) -> int:

@@ -126,8 +126,8 @@ def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
     sheet = SHEETS.get(next(iter(cluster.kinds))) if len(cluster.kinds) == 1 and cluster.measured is None else None
     if sheet is None:
         return None
-    figures = (sheet.bfloat16, sheet.memory_gb, sheet.memory_gb_per_s)
-    known = {name: (kind.bfloat16, kind.memory_gb, kind.memory_gb_per_s) for name, kind in SHEETS.items()}
+    figures = (sheet.bfloat16, sheet.memory_mib, sheet.memory_gb_per_s)
+    known = {name: (kind.bfloat16, kind.memory_mib, kind.memory_gb_per_s) for name, kind in SHEETS.items()}
     better = {name: values for name, values in known.items() if values > figures and all(map(ge, values, figures))}
     if not better:
         return None
