@@ -413,5 +413,6 @@ def _cost_provenance(network: Network) -> tuple[str, ...]:
             how = "for large products, of others or assumed; other kernels fitted to published runs"
         notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:.2g} {how}")
         beside = f"{kind.overlap:.0%} of what runs beside the last backward is free" if kind.overlap else "none is free"
-        notes.append(f"reductions on {kind.name} beside a backward: {beside}: assumed")
+        origin = "assumed" if kind.product_traffic is None else "fitted to published runs"
+        notes.append(f"reductions on {kind.name} beside a backward: {beside}: {origin}")
     return tuple(notes)
