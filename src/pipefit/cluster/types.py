@@ -44,8 +44,8 @@ class DeviceKind:
     overhead_s: float = 5e-6
     "Time to issue one operator."
     product_traffic: float | None = None
-    """How often a matrix product moves its activations; the time of this adds to that of its FLOPs. None: its FLOPs or
-    its bytes decide, moved once."""
+    """How often a matrix product moves its activations; this time adds to the time of its FLOPs. None: its FLOPs or its
+    bytes decide, moved once."""
     attention_efficiency: float | None = None
     "Share of the peak that attention in one kernel reaches; None: `efficiency`."
     bandwidth_efficiency: float = 1.0

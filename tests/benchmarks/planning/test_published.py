@@ -143,7 +143,7 @@ def test_model_sizes_are_those_of_the_publication(tmp_path: Path) -> None:
     described = resolve_model(model_source(ROWS["nemo-qwen3-235b"], PUBLISHED, tmp_path))
     assert (described.config["num_experts"], described.config["head_dim"]) == (128, 128)
     described = resolve_model(model_source(ROWS["mpt-13b-8-long"], PUBLISHED, tmp_path))
-    assert described.config["max_position_embeddings"] == 16384
+    assert described.config["n_positions"] == 16384
 
 
 def test_a_shorter_pinned_step_beats_the_free_plan() -> None:

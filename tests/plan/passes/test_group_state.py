@@ -50,7 +50,7 @@ PINNED: dict[str, tuple[str, int, Job]] = {
     "slow network": (*SLOW_NETWORK, JOB),
     "hosts of two devices": ("2x2xA100-80:10MB/s", 300_000, JOB),
     "little memory": ("2x2xA100-80:10MB/s", 100_000, replace(JOB, sequence=16)),
-    "plenty of memory": ("2x4xA100-80:1GB/s", 60_000_000, replace(JOB, batch=16, sequence=512)),
+    "plenty of memory": ("2x4xA100-80:1GB/s", 60_000_000, replace(JOB, batch=16, sequence=4096)),
 }
 
 

@@ -1,8 +1,8 @@
 """The time and the memory of one layer on one device, from a data sheet.
 
-Time of an operator: that of its FLOPs and its bytes (`kernel_time.py`), plus the launch overhead. Bytes moved: every
-operator reads its inputs and writes its outputs once; views move nothing. Measured costs (`curves.py`) implement the
-same `LayerCosts` interface.
+Time of an operator: the kernel time of its FLOPs and bytes (`kernel_time.py`), plus the launch overhead. Bytes moved:
+every operator reads its inputs and writes its outputs once; views move nothing. Measured costs (`curves.py`) implement
+the same `LayerCosts` interface.
 """
 
 from __future__ import annotations

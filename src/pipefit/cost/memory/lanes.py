@@ -98,7 +98,7 @@ def _stage_parts(stage: StageWork, position: int, share: float, work: PipelineWo
     if stage.has_sharded_layers:
         sharded = sum(counts[min(position, len(counts) - 1)] for counts in stage.sharded_elements)
         away = (1.0 - share) * sharded
-        if stage.row_parts > 1:  # `share` is that of all parameters of the stage, of which some may not be sharded
+        if stage.row_parts > 1:  # `share` belongs to all parameters of the stage; some may not be sharded
             spread = sum(stage.sharded_spread) * (1.0 - 1.0 / stage.row_parts)
             away = sharded - share / stage.spread_part * (sharded - spread)
         parts["gradients"] -= away * GRADIENT_BYTES[work.precision]
