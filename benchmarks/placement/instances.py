@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.cluster.types import Rail
 from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
@@ -55,7 +56,7 @@ class Instance:
 
     @cached_property
     def cluster(self) -> Cluster:
-        cluster = parse_spec(f"{self.hosts}x{self.devices}x{self.kind}:25GB/s")
+        cluster = plain_spec(f"{self.hosts}x{self.devices}x{self.kind}:25GB/s")
         rail = Rail(
             name="network",
             latency_s=tuple(map(tuple, self.latency_s.tolist())),

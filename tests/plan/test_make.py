@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.support.plan_toys import toy_model
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.errors import DoesNotFitError
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import NOTHING_SEARCHED, PASSES, PassState, SearchRequest, make_plan
@@ -19,7 +19,7 @@ JOB = Job(batch=12, sequence=64, precision="float32")
 
 def make_request(cluster: str, *fixes: str) -> SearchRequest:
     """Return a request for a toy of six layers."""
-    return SearchRequest(PlannerContext(toy_model(6), parse_spec(cluster)), JOB, parse_constraints(fixes), 5)
+    return SearchRequest(PlannerContext(toy_model(6), plain_spec(cluster)), JOB, parse_constraints(fixes), 5)
 
 
 def test_the_passes_stand_in_one_order() -> None:
@@ -40,7 +40,7 @@ def test_no_pass_returns_a_slower_plan_and_the_last_result_is_the_plan(cluster: 
 
 
 def test_the_passes_stop_where_nothing_fits() -> None:
-    cluster = parse_spec("2xA100-80")
+    cluster = plain_spec("2xA100-80")
     small = {name: replace(kind, memory_bytes=10**6) for name, kind in cluster.kinds.items()}
     context = PlannerContext(toy_model(6), replace(cluster, kinds=small))
     request, state = SearchRequest(context, JOB, parse_constraints(["stages=2"]), 5), PassState(NOTHING_SEARCHED)

@@ -11,7 +11,8 @@ import pytest
 from tests.plan.devices.test_device_kinds import cluster as mixed
 from tests.support.plan_toys import toy_model
 
-from pipefit.cluster import Cluster, parse_spec, save_cluster_file
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster, save_cluster_file
 from pipefit.codec import content_digest, dump_text
 from pipefit.cost.memory.correction import PARTS, MemoryRun
 from pipefit.cost.memory.correction_file import MemoryFacts, learn_facts
@@ -48,7 +49,7 @@ def facts(factor: float = 1.0, noise: float = 0.01, kind: str = KIND) -> MemoryF
 
 
 def cluster(memory_bytes: float) -> Cluster:
-    made = parse_spec(f"4x{KIND}")
+    made = plain_spec(f"4x{KIND}")
     return replace(made, kinds={KIND: replace(made.kinds[KIND], memory_bytes=int(memory_bytes))})
 
 
@@ -178,7 +179,7 @@ def test_alternatives_stand_beside_what_the_analytic_model_may_say() -> None:
 def test_kinds_that_hold_different_amounts_are_judged_one_by_one() -> None:
     """A small device takes few rows: the plan says of each lane what the likeliest to overflow needs, by its own
     correction and its own memory."""
-    sheet = parse_spec(f"4x{KIND}").kinds[KIND]
+    sheet = plain_spec(f"4x{KIND}").kinds[KIND]
     model, decisions = toy_model(2), ParallelConfig(stages=1, replicas=(3, 1), microbatches=2, schedule="1f1b")
     job = Job(batch=8, sequence=2048, precision="bfloat16")
     both = mixed((replace(sheet, name=KIND), 1), (replace(sheet, name="small"), 1))

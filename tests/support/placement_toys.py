@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tests.support.plan_toys import toy_model
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.cluster.types import Rail
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
@@ -40,7 +41,7 @@ def skewed_rail(hosts: int, seed: int, name: str = "network", shared: bool = Tru
 
 
 def skewed_cluster(hosts: int, devices: int = 1, *, seed: int = 0, rails: int = 1, shared: bool = True) -> Cluster:
-    cluster = parse_spec(f"{hosts}x{devices}xA100-80:1GB/s")
+    cluster = plain_spec(f"{hosts}x{devices}xA100-80:1GB/s")
     return replace(cluster, rails=tuple(skewed_rail(hosts, seed + i, f"rail{i}", shared) for i in range(rails)))
 
 

@@ -6,7 +6,8 @@ of two linears, `head`, `loss`.
 
 from __future__ import annotations
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
 
 VOCABULARY, WIDTH, INNER = 64, 8, 32
@@ -104,7 +105,7 @@ def toy_model(count: int = 4, *, tied: bool = False) -> Model:
 
 
 def toy_cluster(hosts: int = 1, devices: int = 4) -> Cluster:
-    return parse_spec(f"{hosts}x{devices}xA100-80:25GB/s" if hosts > 1 else f"{devices}xA100-80")
+    return plain_spec(f"{hosts}x{devices}xA100-80:25GB/s" if hosts > 1 else f"{devices}xA100-80")
 
 
 PATCHES, PATCH = 4, 12

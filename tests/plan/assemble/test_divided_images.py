@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.support.three_modules import skewed_samples, three_modules
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.errors import PlanError
 from pipefit.plan.assemble.packed_rows import packed_sizes, stage_grouping
 from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
@@ -22,8 +22,8 @@ from pipefit.plan.types import Job, SampleArrangement, SampleLoad
 
 JOB = Job(batch=2, sequence=4096)
 CLUSTER = replace(
-    parse_spec("1x4xA100-80"),
-    links={name: replace(one, bandwidth_bytes_per_s=2e9) for name, one in parse_spec("1x4xA100-80").links.items()},
+    plain_spec("1x4xA100-80"),
+    links={name: replace(one, bandwidth_bytes_per_s=2e9) for name, one in plain_spec("1x4xA100-80").links.items()},
 )
 """Four devices for two samples, with slow links: encoder and generator lose much over shards."""
 

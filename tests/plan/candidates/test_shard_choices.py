@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tests.support.plan_toys import toy_cluster, toy_model
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.candidates.queue import FULL
@@ -27,7 +28,7 @@ JOB = Job(batch=8, sequence=512)
 
 def unlike_hosts() -> Cluster:
     """Two hosts of four A100 and one host of two L4."""
-    cluster, other = parse_spec("3x4xA100-80:100Gbit/s"), parse_spec("2xL4")
+    cluster, other = plain_spec("3x4xA100-80:100Gbit/s"), plain_spec("2xL4")
     small = replace(other.hosts[0], name="small", link="small")
     return replace(
         cluster,

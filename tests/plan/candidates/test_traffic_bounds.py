@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.support.plan_toys import toy_model
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.candidates.queue import SearchCandidate, build_queues
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -21,7 +21,7 @@ ROUNDING = 1 + 1e-9
 
 
 def searcher(cluster: str, constraints: Constraints) -> LayoutSearch:
-    context = PlannerContext(toy_model(6), parse_spec(cluster))
+    context = PlannerContext(toy_model(6), plain_spec(cluster))
     return LayoutSearch(context.split_sequences(constraints.context_size), JOB, constraints, 5)
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.cluster.types import Cluster
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.graph import Model
@@ -39,7 +39,7 @@ def model(blocks: int, vocabulary: int) -> Model:
 
 
 def cluster(devices: int, memory_bytes: int | None = None) -> Cluster:
-    made = parse_spec(f"{devices}xA100-80")
+    made = plain_spec(f"{devices}xA100-80")
     if memory_bytes is None:
         return made
     return replace(made, kinds={key: replace(one, memory_bytes=memory_bytes) for key, one in made.kinds.items()})

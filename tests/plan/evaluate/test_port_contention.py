@@ -8,7 +8,8 @@ import pytest
 from tests.support.placement_toys import skewed_cluster
 from tests.support.plan_toys import toy_model
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.measured import ClusterMeasurements, HostUplink, PortSharing, RailCurve
 from pipefit.cost.pipeline.contention import split_pipelines
@@ -32,7 +33,7 @@ FIXED = Constraints(stages=2, replicas=(1, 1, 1, 1), schedule="1f1b")
 
 def crowded(rate: float) -> Cluster:
     """Two hosts of two devices, measured: a quarter of a link's rate leaves or enters a host."""
-    plain = parse_spec("2x2xA100-80:10MB/s")
+    plain = plain_spec("2x2xA100-80:10MB/s")
     ports = (rate / 4, rate / 4)
     sharing = PortSharing(out_bytes_per_s=ports, out_shared=(True,) * 2, in_bytes_per_s=ports, in_shared=(True,) * 2)
     sizes = (1, 1_000_001)
@@ -88,7 +89,7 @@ def test_a_plan_says_what_the_simulator_says_of_it() -> None:
 
 
 def test_better_clusters_have_better_ports() -> None:
-    cluster = parse_spec("3x1xA100-80:1GB/s")
+    cluster = plain_spec("3x1xA100-80:1GB/s")
     names = [host.name for host in cluster.hosts]
     sharing = PortSharing(
         out_bytes_per_s=(1e9, 2e9, 3e9), out_shared=(True, False, True),
@@ -125,7 +126,7 @@ def test_a_bound_that_replicas_at_their_own_pace_beat_is_not_told() -> None:
         )
         for name, times in (("fast", 4.0), ("slow", 1.0))
     }
-    plain = parse_spec("4x1xA100-80:100GB/s")
+    plain = plain_spec("4x1xA100-80:100GB/s")
     hosts = tuple(
         replace(host, kind=kind) for host, kind in zip(plain.hosts, ("fast", "slow", "slow", "fast"), strict=True)
     )

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from tests.support.plan_toys import toy_model
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.errors import PlanError
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -106,7 +106,7 @@ def test_bad_tolerances_name_the_allowed_ones(text: str) -> None:
 @cache
 def plan_of(cluster: str, fixes: str, tolerance: float, top: int = 5) -> Plan:
     return make_plan(
-        toy_model(6), parse_spec(cluster), JOB, parse_constraints(fixes.split()), tolerance=tolerance, top=top
+        toy_model(6), plain_spec(cluster), JOB, parse_constraints(fixes.split()), tolerance=tolerance, top=top
     )
 
 
@@ -132,7 +132,7 @@ def test_the_fastest_plan_is_named_and_listed_beside_the_simpler_one(top: int) -
 
 
 def test_the_result_is_the_simplest_of_all_plans_that_were_simulated() -> None:
-    context = PlannerContext(toy_model(6), parse_spec("3xA100-80"))
+    context = PlannerContext(toy_model(6), plain_spec("3xA100-80"))
     request = prepare_request(
         context, replace(JOB, sequence=512), parse_constraints(["groups=false", "stages=3"]), tolerance=0.2
     )
@@ -145,7 +145,7 @@ def test_the_result_is_the_simplest_of_all_plans_that_were_simulated() -> None:
 
 def test_the_trade_of_memory_keeps_a_simpler_order() -> None:
     """With the same layout, a fitted order of the curve is faster than the family that was chosen."""
-    context = PlannerContext(toy_model(6), parse_spec("2xA100-80"))
+    context = PlannerContext(toy_model(6), plain_spec("2xA100-80"))
     *_, state = iter_passes(prepare_request(context, JOB, parse_constraints(["stages=2"]), tolerance=0.2))
     best, constraints = state.result.fitting[0], parse_constraints(["stages=2"])
     assert best.decisions.schedule != "fit"
@@ -158,4 +158,4 @@ def test_the_trade_of_memory_keeps_a_simpler_order() -> None:
 def test_the_default_is_one_per_cent() -> None:
     assert TOLERANCE == 0.01
     with pytest.raises(PlanError, match="not a valid tolerance"):
-        make_plan(toy_model(6), parse_spec("2xA100-80"), JOB, tolerance=0.7)
+        make_plan(toy_model(6), plain_spec("2xA100-80"), JOB, tolerance=0.7)

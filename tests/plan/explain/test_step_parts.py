@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from tests.support.plan_toys import toy_model
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.cluster.types import Link
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
@@ -65,18 +66,18 @@ def parts_on(cluster: Cluster, decisions: ParallelConfig) -> tuple[dict[str, flo
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parts_are_not_negative_and_add_up(name: str) -> None:
-    parts, simulation = parts_on(parse_spec("8xA100-80"), LAYOUTS[name])
+    parts, simulation = parts_on(plain_spec("8xA100-80"), LAYOUTS[name])
     assert tuple(parts) == PARTS and min(parts.values()) >= 0.0
     assert sum(parts.values()) == pytest.approx(simulation.timeline.makespan_s, rel=1e-12)
 
 
 def test_one_device_computes_and_updates() -> None:
-    parts, _ = parts_on(parse_spec("1xA100-80"), LAYOUTS["one device"])
+    parts, _ = parts_on(plain_spec("1xA100-80"), LAYOUTS["one device"])
     assert {name for name, seconds in parts.items() if seconds} == {COMPUTE, UPDATE}
 
 
 def test_recomputation_is_the_time_that_it_adds() -> None:
-    cluster = parse_spec("1xA100-80")
+    cluster = plain_spec("1xA100-80")
     parts, recomputed = parts_on(cluster, LAYOUTS["recomputed"])
     plain_parts, plain = parts_on(cluster, LAYOUTS["one device"])
     more_s = recomputed.timeline.makespan_s - plain.timeline.makespan_s
@@ -85,7 +86,7 @@ def test_recomputation_is_the_time_that_it_adds() -> None:
 
 
 def test_collectives_are_the_time_that_fast_links_save() -> None:
-    cluster = parse_spec("2xA100-80")
+    cluster = plain_spec("2xA100-80")
     links = {name: Link(bandwidth_bytes_per_s=1e30, latency_s=0.0) for name in cluster.links}
     parts, slow = parts_on(cluster, LAYOUTS["tensor"])
     at_once, fast = parts_on(replace(cluster, links=links), LAYOUTS["tensor"])
@@ -96,7 +97,7 @@ def test_collectives_are_the_time_that_fast_links_save() -> None:
 
 
 def test_sharded_state_is_the_time_that_it_adds_to_the_actions() -> None:
-    cluster = parse_spec("2xA100-80")
+    cluster = plain_spec("2xA100-80")
     parts, _ = parts_on(cluster, LAYOUTS["sharded data"])
     plain, _ = parts_on(cluster, LAYOUTS["data"])
     assert parts[STATE] > 0 and plain[STATE] == 0
@@ -105,7 +106,7 @@ def test_sharded_state_is_the_time_that_it_adds_to_the_actions() -> None:
 
 
 def test_a_microbatch_alone_waits_for_the_stage_that_it_is_not_on() -> None:
-    parts, simulation = parts_on(parse_spec("2xA100-80"), ParallelConfig(stages=2, microbatches=1, schedule="gpipe"))
+    parts, simulation = parts_on(plain_spec("2xA100-80"), ParallelConfig(stages=2, microbatches=1, schedule="gpipe"))
     timeline = simulation.timeline
     lane = int(timeline.busy_s.argmax())
     computed_s = float(timeline.busy_s[1 - lane]) - float(simulation.costs.step_s[1 - lane])

@@ -14,7 +14,7 @@ from tests.plan.modules.test_inline import monolithic
 from tests.plan.modules.test_search import JOB
 from tests.support.three_modules import skewed_samples, three_modules
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout
@@ -28,7 +28,7 @@ SAMPLES = skewed_samples(8, 1, mean=300)
 
 
 def finder(memory_bytes: float, frozen: tuple[str, ...]) -> ModuleSearch:
-    cluster = parse_spec(f"{DEVICES}xA100-80")
+    cluster = plain_spec(f"{DEVICES}xA100-80")
     kinds = {name: replace(kind, memory_bytes=int(memory_bytes)) for name, kind in cluster.kinds.items()}
     return ModuleSearch(
         PlannerContext(three_modules(frozen), replace(cluster, kinds=kinds)), JOB, NO_CONSTRAINTS, SAMPLES, deal_samples

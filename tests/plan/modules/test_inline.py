@@ -12,7 +12,7 @@ import pytest
 from tests.plan.modules.test_search import CLUSTER, JOB, made
 from tests.support.three_modules import skewed_samples, three_modules
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError
 from pipefit.plan.assemble.predict import simulate_plan
@@ -83,7 +83,7 @@ def test_a_frozen_encoder_in_line_has_its_forward_alone() -> None:
     trained, frozen = (made(*fixes, frozen=names, samples=None) for names in ((), ("vision",)))
     check_plan(frozen, three_modules(("vision",)), CLUSTER)
     words = {*frozen.order.lanes[0].split()}
-    assert "0F3" in words and not {"0B0", "0I0", "0REDUCE"} & words and {"1B3", "1I3"} & words
+    assert "0F3" in words and not {"0B0", "0I0", "0REDUCE"} & words and "1B3" in words
     assert trained.prediction is not None and frozen.prediction is not None
     assert frozen.prediction.step_s < trained.prediction.step_s
 
@@ -128,7 +128,7 @@ def test_no_monolithic_layout_on_a_small_cluster_is_faster_in_the_simulator(
     spec: str, memory_bytes: float, fixes: tuple[str, ...], grids: tuple[tuple[int, ...], ...]
 ) -> None:
     """With much memory, with little, and where it has to be a pipeline."""
-    model, cluster, samples = three_modules(), parse_spec(spec), skewed_samples(8, 1, mean=300)
+    model, cluster, samples = three_modules(), plain_spec(spec), skewed_samples(8, 1, mean=300)
     kinds = {name: replace(kind, memory_bytes=int(memory_bytes)) for name, kind in cluster.kinds.items()}
     cluster, constraints = replace(cluster, kinds=kinds), parse_constraints(fixes)
     finder = ModuleSearch(PlannerContext(model, cluster), JOB, NO_CONSTRAINTS, samples, deal_samples)

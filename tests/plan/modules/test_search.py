@@ -13,7 +13,7 @@ import pytest
 from tests.support.plan_toys import toy_model
 from tests.support.three_modules import skewed_samples, three_modules
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.assemble.module_parts import host_order
@@ -32,14 +32,14 @@ from pipefit.plan.request.sampled_batches import StageShares, deal_samples
 from pipefit.plan.types import Job, Plan, SampleArrangement
 
 JOB = Job(batch=8, sequence=4096)
-CLUSTER = parse_spec("8xA100-80")
+CLUSTER = plain_spec("8xA100-80")
 SAMPLES = skewed_samples(8)
 
 
 def made(*fixes: str, frozen: tuple[str, ...] = (), cluster: str = "8xA100-80", **more: Any) -> Plan:
     model = three_modules(frozen)
     return make_plan(
-        model, parse_spec(cluster), JOB, parse_constraints(fixes), samples=more.pop("samples", SAMPLES), **more
+        model, plain_spec(cluster), JOB, parse_constraints(fixes), samples=more.pop("samples", SAMPLES), **more
     )
 
 
@@ -90,7 +90,7 @@ def test_frozen_modules_have_no_backward_and_need_less() -> None:
 
 def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
     """Every number of microbatches, replicas and stages on four devices, with 1F1B, nothing recomputed."""
-    model, cluster = three_modules(), parse_spec("4xA100-80")
+    model, cluster = three_modules(), plain_spec("4xA100-80")
     constraints = parse_constraints(
         ["schedule=1f1b", "modules=disjoint", *(f"{module.name}.recompute=none" for module in model.modules)]
     )
@@ -147,7 +147,7 @@ def test_a_module_that_takes_several_microbatches_together_is_planned_and_costed
 def test_the_search_takes_microbatches_together_where_that_is_faster() -> None:
     """Microbatches of one sample on a lane of four devices, which have slow links: shards of the encoder wait for them,
     replicas need four microbatches."""
-    slow = parse_spec("1x4xA100-80")
+    slow = plain_spec("1x4xA100-80")
     slow = replace(slow, links={name: replace(link, bandwidth_bytes_per_s=2e9) for name, link in slow.links.items()})
     constraints = ["microbatches=8", "language.stages=1", "language.shards=4", "generator.placement=shared"]
     model, samples = three_modules(("generator",)), skewed_samples(8, 1)

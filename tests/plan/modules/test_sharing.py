@@ -11,7 +11,7 @@ import pytest
 from tests.plan.modules.test_search import layouts
 from tests.support.three_modules import WIDTH, skewed_samples, three_modules
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.comm.collectives import all_reduce_s
 from pipefit.cost.comm.network import Network
@@ -32,7 +32,7 @@ from pipefit.plan.request.sampled_batches import deal_samples
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=4096)
-CLUSTER = parse_spec("8xA100-80")
+CLUSTER = plain_spec("8xA100-80")
 SAMPLES = skewed_samples(8)
 TWO_LANES = ("modules=shared", "language.stages=2", "language.replicas=2", "microbatches=4", "schedule=1f1b")
 
@@ -40,7 +40,7 @@ TWO_LANES = ("modules=shared", "language.stages=2", "language.replicas=2", "micr
 def made(*fixes: str, frozen: tuple[str, ...] = (), cluster: str = "8xA100-80", **more: Any) -> Plan:
     model = three_modules(frozen)
     return make_plan(
-        model, parse_spec(cluster), JOB, parse_constraints(fixes), samples=more.pop("samples", SAMPLES), **more
+        model, plain_spec(cluster), JOB, parse_constraints(fixes), samples=more.pop("samples", SAMPLES), **more
     )
 
 
@@ -135,7 +135,7 @@ def test_handing_over_on_a_lane_takes_the_exchange_between_grids() -> None:
 
 def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -> None:
     """Every number of microbatches, replicas and stages on four devices in every order, nothing recomputed."""
-    model, cluster = three_modules(), parse_spec("4xA100-80")
+    model, cluster = three_modules(), plain_spec("4xA100-80")
     whole = [f"{module.name}.recompute=none" for module in model.modules]
     shards = [f"{module.name}.shards=1" for module in model.modules]
     constraints = parse_constraints(["modules=shared", *whole, *shards])

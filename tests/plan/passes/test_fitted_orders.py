@@ -9,7 +9,7 @@ import pytest
 from tests.plan.passes.test_search import little_memory
 from tests.support.plan_toys import toy_cluster, toy_model
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.check.rules import check_plan
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
@@ -140,7 +140,7 @@ def test_a_large_model_gains_where_memory_is_tight() -> None:
     pytest.importorskip("torch")
     from pipefit.model.registry import open_model
 
-    room = PlannerContext(open_model("llama-3-8b"), parse_spec("4xA100-80"))
+    room = PlannerContext(open_model("llama-3-8b"), plain_spec("4xA100-80"))
     job = Job(batch=32, sequence=8192, precision="bfloat16")
     found = best_plans(room, job, Constraints(slices=1, sharded_state="optimizer"))
     families = [one for one in found.fitting if one.decisions.schedule != "fit"]

@@ -9,7 +9,8 @@ import pytest
 from tests.plan.passes.test_search import CLUSTERS, everything
 from tests.support.plan_toys import toy_cluster, toy_model
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.plan.candidates.grid import broadcast_cells
 from pipefit.plan.candidates.space import iter_grids
@@ -30,7 +31,7 @@ JOB = Job(batch=64, sequence=64)
 
 def small_memory(spec: str, beyond: int) -> Cluster:
     """Devices with the workspace and `beyond` bytes more."""
-    cluster = parse_spec(spec)
+    cluster = plain_spec(spec)
     kinds = {name: replace(kind, memory_bytes=WORKSPACE_BYTES + beyond) for name, kind in cluster.kinds.items()}
     return replace(cluster, kinds=kinds)
 
@@ -50,7 +51,7 @@ PINNED: dict[str, tuple[str, int, Job]] = {
     "slow network": (*SLOW_NETWORK, JOB),
     "hosts of two devices": ("2x2xA100-80:10MB/s", 300_000, JOB),
     "little memory": ("2x2xA100-80:10MB/s", 100_000, replace(JOB, sequence=16)),
-    "plenty of memory": ("2x4xA100-80:1GB/s", 60_000_000, replace(JOB, batch=16, sequence=4096)),
+    "plenty of memory": ("2x4xA100-80:1GB/s", 60_000_000, replace(JOB, batch=16, sequence=512)),
 }
 
 
@@ -110,7 +111,7 @@ def test_pins_exclude_groups(constraints: Constraints) -> None:
     assert search_state_groups(context, JOB, constraints, found) is found
 
 
-@pytest.mark.parametrize("cluster", [toy_cluster(), parse_spec("8x1xA100-80:1GB/s"), CLUSTERS["mixed"]()])
+@pytest.mark.parametrize("cluster", [toy_cluster(), plain_spec("8x1xA100-80:1GB/s"), CLUSTERS["mixed"]()])
 def test_one_host_single_devices_and_unlike_hosts_are_not_tried(cluster: Cluster) -> None:
     context, found = searched(cluster, Constraints(sharded_state="optimizer", recompute=("none",)))
     assert search_state_groups(context, JOB, NO_CONSTRAINTS, found) is found
@@ -126,7 +127,7 @@ def test_a_plan_at_the_lower_bound_is_not_challenged() -> None:
 
 def test_a_result_without_a_winning_group_is_unchanged() -> None:
     """Plans and their alternatives change only where groups win."""
-    context, found = searched(parse_spec("2x4xA100-80:1GB/s"))
+    context, found = searched(plain_spec("2x4xA100-80:1GB/s"))
     assert search_state_groups(context, JOB, NO_CONSTRAINTS, found) is found
 
 
@@ -134,7 +135,7 @@ NARROW: dict[str, Any] = {"recompute": ("none",), "sharding": "none"}
 
 
 @pytest.mark.parametrize(
-    "cluster", [toy_cluster(2, 4), parse_spec("2x2xA100-80:10MB/s"), small_memory("4xA100-80", 4_000_000)]
+    "cluster", [toy_cluster(2, 4), plain_spec("2x2xA100-80:10MB/s"), small_memory("4xA100-80", 4_000_000)]
 )
 def test_the_search_of_a_pinned_size_finds_the_best_plan(cluster: Cluster) -> None:
     constraints, job = Constraints(state_group=2, schedule="1f1b", slices=1, **NARROW), Job(batch=8, sequence=512)
@@ -146,7 +147,7 @@ def test_the_search_of_a_pinned_size_finds_the_best_plan(cluster: Cluster) -> No
 
 
 def test_bounds_of_pinned_sizes_never_exceed_the_simulation() -> None:
-    context, job = PlannerContext(toy_model(3), parse_spec("2x2xA100-80:10MB/s")), Job(batch=8, sequence=512)
+    context, job = PlannerContext(toy_model(3), plain_spec("2x2xA100-80:10MB/s")), Job(batch=8, sequence=512)
     constraints = Constraints(state_group=2, slices=1, schedule="1f1b", **NARROW)
     searcher = LayoutSearch(context, job, constraints, 5)
     checked = 0

@@ -10,7 +10,8 @@ from operator import sub
 import pytest
 from tests.support.plan_toys import toy_cluster, toy_model
 
-from pipefit.cluster import Cluster, load_cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster, load_cluster
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.model.registry import open_model
@@ -38,7 +39,7 @@ JOB = Job(batch=8, sequence=512)
 
 
 def slow_links() -> Cluster:
-    return parse_spec("2x2xA100-80:10MB/s")
+    return plain_spec("2x2xA100-80:10MB/s")
 
 
 def little_memory(count: int = 4, beyond: int = 600_000) -> Cluster:
@@ -50,8 +51,8 @@ def little_memory(count: int = 4, beyond: int = 600_000) -> Cluster:
 
 def mixed() -> Cluster:
     """Two fast devices and two slow ones."""
-    fast, slow = parse_spec("2xH100"), parse_spec("2xL4")
-    both = parse_spec("2x2xH100:10GB/s")
+    fast, slow = plain_spec("2xH100"), plain_spec("2xL4")
+    both = plain_spec("2x2xH100:10GB/s")
     hosts = (both.hosts[0], replace(both.hosts[1], kind="L4", link="slow"))
     links = {"inside": fast.links["inside"], "slow": slow.links["inside"]}
     return replace(both, kinds={**fast.kinds, **slow.kinds}, links=links, hosts=hosts)
@@ -81,9 +82,7 @@ def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> N
     )
     every = everything(context, job, constraints)
     found = search_plans(context, job, constraints, top=3)
-    unsliced = sum(not one.decisions.slices for one in every)
-    assert unsliced <= found.considered <= len(every), "slices that cannot win are not looked at"
-    assert name == "mixed" or found.considered == len(every)
+    assert found.considered == len(every)
     unlike = {replace(one.decisions, stages=one.decisions.stage_count): one for one in reversed(every)}
     fitting = [one for one in unlike.values() if one.simulation.fits_in_memory]
     if not fitting:
@@ -165,7 +164,7 @@ def test_bounds_of_v_placements_and_slices_hold() -> None:
 
 def test_leaving_slow_devices_idle_is_a_choice() -> None:
     """With links this slow, one device alone beats any plan that talks."""
-    cluster = parse_spec("4x1xA100-80:1kB/s")
+    cluster = plain_spec("4x1xA100-80:1kB/s")
     plan = make_plan(toy_model(3), cluster, JOB)
     assert len(plan.used_devices) == 1
     assert "devices" not in plan.decisions and plan.decisions["replicas"] == plan.decisions["stages"] == "1"
@@ -289,7 +288,7 @@ def test_a_pin_that_keeps_all_plans_from_fitting_is_named() -> None:
 def test_narrower_gradients_are_suggested_where_they_help() -> None:
     """A 1B on one device: 18 bytes a parameter are too many, 16 fit."""
     pytest.importorskip("torch")
-    model, cluster, job = open_model("llama-3.2-1b"), parse_spec("1xH100"), Job(batch=1, sequence=128)
+    model, cluster, job = open_model("llama-3.2-1b"), plain_spec("1xH100"), Job(batch=1, sequence=128)
     little = {name: replace(kind, memory_bytes=21_500_000_000) for name, kind in cluster.kinds.items()}
     cluster, wide = replace(cluster, kinds=little), replace(job, precision="bfloat16")
     with pytest.raises(DoesNotFitError, match="use --precision bfloat16-gradients"):
@@ -341,7 +340,7 @@ def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.Monke
     """With a schedule whose bounds are loose, so that the first plan simulated is not the best."""
     model, job, constraints = (
         toy_model(8),
-        Job(batch=24, sequence=4096),
+        Job(batch=16, sequence=4096),
         Constraints(schedule="zb-h1", stages=3, groups=False),
     )
     proven = make_plan(model, toy_cluster(), job, constraints)
@@ -368,7 +367,7 @@ def test_an_estimated_candidate_is_simulated_although_the_budget_is_spent() -> N
 
 def test_the_search_goes_on_after_a_late_first_fit() -> None:
     """The first plan that fits is seldom the best: the search continues although its budget is spent."""
-    constraints, job = Constraints(schedule="zb-h1", stages=3, groups=False), Job(batch=24, sequence=4096)
+    constraints, job = Constraints(schedule="zb-h1", stages=3, groups=False), Job(batch=16, sequence=4096)
     context = PlannerContext(toy_model(8), toy_cluster())
     best = search_plans(context, job, constraints).fitting[0]
     hasty = SearchBudget(order_actions=0, first_fit_actions=0, alternative_simulations=0)

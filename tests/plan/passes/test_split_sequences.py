@@ -8,7 +8,7 @@ import pytest
 from tests.plan.passes.test_search import CLUSTERS
 from tests.support.plan_toys import toy_cluster, toy_model
 
-from pipefit.cluster import parse_spec
+from benchmarks.plain_devices import plain_spec
 from pipefit.model.registry import open_model
 from pipefit.plan.evaluate.outcome import SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -20,7 +20,7 @@ from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.types import Job
 
 LONG = Job(batch=2, sequence=32768, precision="bfloat16")
-CLUSTER = parse_spec("4xH100")
+CLUSTER = plain_spec("4xH100")
 
 
 def last_state(constraints: Constraints, job: Job = LONG, name: str = "llama-3.2-1b") -> PassState:

@@ -117,6 +117,10 @@ def larger_memory(cluster: Cluster, factor: int = SENSITIVITY_BUDGET.memory_fact
     return replace(cluster, kinds=kinds)
 
 
+NEAR_MIB = 4096
+"""Memories within this many MiB of each other are alike: drivers report less of an H100 than of an A100 of 80 GB."""
+
+
 def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
     """Return (name, the cluster with the next better kind of device of the data sheets in place of its only kind).
 
@@ -126,8 +130,10 @@ def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
     sheet = SHEETS.get(next(iter(cluster.kinds))) if len(cluster.kinds) == 1 and cluster.measured is None else None
     if sheet is None:
         return None
-    figures = (sheet.bfloat16, sheet.memory_mib, sheet.memory_gb_per_s)
-    known = {name: (kind.bfloat16, kind.memory_mib, kind.memory_gb_per_s) for name, kind in SHEETS.items()}
+    figures = (sheet.bfloat16, round(sheet.memory_mib / NEAR_MIB), sheet.memory_gb_per_s)
+    known = {
+        name: (kind.bfloat16, round(kind.memory_mib / NEAR_MIB), kind.memory_gb_per_s) for name, kind in SHEETS.items()
+    }
     better = {name: values for name, values in known.items() if values > figures and all(map(ge, values, figures))}
     if not better:
         return None

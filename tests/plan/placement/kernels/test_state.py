@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tests.support.placement_toys import Candidate, candidate, skewed_cluster, skewed_rail
 
-from pipefit.cluster import Cluster, parse_spec
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster
 from pipefit.cluster.measured import ClusterMeasurements, LinkCurve, RailCurve
 from pipefit.cost.comm.network import Network
 from pipefit.plan.placement.kernels.state import with_moves
@@ -228,8 +229,8 @@ def test_rails_with_equal_figures_are_kept_once() -> None:
 
 
 def test_where_links_differ() -> None:
-    even = parse_spec("4x8xH100:400Gbit/s")
-    assert not links_differ(even) and not links_differ(parse_spec("8xH100"))
+    even = plain_spec("4x8xH100:400Gbit/s")
+    assert not links_differ(even) and not links_differ(plain_spec("8xH100"))
     assert links_differ(skewed_cluster(3, 4)) and links_differ(two_kinds()) and links_differ(measured_cluster())
     rows = [list(row) for row in even.rails[0].bandwidth_bytes_per_s]
     for factor, differs in ((0.995, False), (0.97, True)):
