@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipefit.cluster.measured import ClusterMeasurements
+from pipefit.codec import added_later
 
 Source = Literal["measured", "data-sheet", "assumed"]
 
@@ -43,12 +44,12 @@ class DeviceKind:
     "Share of the peak that large matrix products reach; a guess for data-sheet kinds until it is measured."
     overhead_s: float = 5e-6
     "Time to issue one operator."
-    product_traffic: float | None = None
+    product_traffic: float | None = added_later(None)
     """How often a matrix product moves its activations; this time adds to the time of its FLOPs. None: its FLOPs or its
     bytes decide, moved once."""
-    attention_efficiency: float | None = None
+    attention_efficiency: float | None = added_later(None)
     "Share of the peak that attention in one kernel reaches; None: `efficiency`."
-    bandwidth_efficiency: float = 1.0
+    bandwidth_efficiency: float = added_later(1.0)
     "Share of the memory bandwidth that other operators reach, for the bytes of the operator graph."
     overlap: float = 0.0
     """Share of a gradient reduction that overlaps a backward without slowing it down. 0 if the computing cores also

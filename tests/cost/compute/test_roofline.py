@@ -182,7 +182,7 @@ def test_stages_that_share_a_parameter_exchange_its_gradient() -> None:
 def test_every_number_says_where_it_came_from() -> None:
     _, _, costs = table(ParallelConfig(stages=1))
     notes = "\n".join(costs.notes)
-    words = ("A100-80: data-sheet", "data-sheet peak", "efficiency 0.87 for large products", "latency", "AdamW")
+    words = ("A100-80: data-sheet", "data-sheet peak", "efficiency 0.5 assumed", "latency", "AdamW")
     for word in words:
         assert word in notes
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.plan_toys import VOCABULARY, WIDTH, toy_cluster, toy_model
 
 from pipefit.cli import main
+from pipefit.cluster import save_cluster_file
 from pipefit.codec import dump_text
 from pipefit.errors import PlanError
 from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, TensorSpec
@@ -94,7 +95,8 @@ def test_a_plan_by_hand_is_refused_too(pipefit, tmp_path: Path) -> None:  # type
     longer = replace(longer, parameters=plan().parameters, hashes=replace(longer.hashes, model=""))
     check_plan(longer)
     save_plan(longer, tmp_path / "plan.json")
-    words = ("--model", str(tmp_path / "model.json"), "--cluster", "2xA100-80")
+    save_cluster_file(toy_cluster(1, 2), tmp_path / "cluster.json")
+    words = ("--model", str(tmp_path / "model.json"), "--cluster", str(tmp_path / "cluster.json"))
     code, err = pipefit("simulate", str(tmp_path / "plan.json"), *words)
     assert code == 2 and all(part in err for part in WORDS) and "where: job.sequence and embed.table" in err, err
     assert [error.what for error in plan_problems(longer, model())] == [WORDS[0]]

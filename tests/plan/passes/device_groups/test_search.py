@@ -14,7 +14,8 @@ from tests.support.plan_toys import block_graph, toy_cluster, toy_model
 from torch import nn
 from torch.nn import functional
 
-from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail, open_cluster
+from benchmarks.plain_devices import plain_spec
+from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.comm.network import Network
 from pipefit.cost.static_memory import WORKSPACE_BYTES
@@ -280,7 +281,7 @@ def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() ->
     all costs."""
     job = Job(batch=8, sequence=1024, precision="bfloat16")
     looker = GroupSearch(
-        PlannerContext(open_model("tiny-gpt2"), open_cluster("2xH100")), job, Constraints(shards=(1, 1)), NOTHING
+        PlannerContext(open_model("tiny-gpt2"), plain_spec("2xH100")), job, Constraints(shards=(1, 1)), NOTHING
     )
     hope = next(hope for hope in looker.promising_candidates() if len(hope.layout.lanes) == hope.microbatches == 1)
     (ask,) = looker.lane_requests(hope)
