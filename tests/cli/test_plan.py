@@ -218,7 +218,8 @@ def test_two_modules_are_explained_and_simulated(pipefit, tmp_path: Path) -> Non
     (tmp_path / "model.json").write_text(dump_text(made.model))
     code, out, _ = pipefit("explain", str(tmp_path / "plan.json"))
     assert code == 0 and "vision 0 to 1" in out and "3 replicas" in out
-    words = ("--model", str(tmp_path / "model.json"), "--cluster", "7xA100-80")
+    save_cluster_file(made.cluster, tmp_path / "cluster.json")
+    words = ("--model", str(tmp_path / "model.json"), "--cluster", str(tmp_path / "cluster.json"))
     code, out, err = pipefit("simulate", str(tmp_path / "plan.json"), *words)
     assert code == 0, err
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
+from pipefit.cluster import save_cluster_file
 from pipefit.codec import dump_text
 from pipefit.model.registry import save_model
 
@@ -16,6 +17,7 @@ def files(tmp_path):
     """A run, its plan, and its model as a file, so that nothing must be captured."""
     plan, cluster = toy_plan()
     write_toy_run(tmp_path / "run", plan, cluster)
+    save_cluster_file(cluster, tmp_path / "cluster.json")
     (tmp_path / "plan.json").write_text(dump_text(plan))
     save_model(toy_model(9), tmp_path / "model.json")
     return tmp_path
@@ -38,7 +40,9 @@ def test_a_run_becomes_one_file_and_a_trace(files):
 
 def test_a_plan_is_reported_with_a_named_cluster(files, pipefit, monkeypatch):
     monkeypatch.chdir(files)
-    code, _, error = pipefit("report", "plan.json", "--model", "model.json", "--cluster", "4xA100-80", "-o", "out.html")
+    code, _, error = pipefit(
+        "report", "plan.json", "--model", "model.json", "--cluster", "cluster.json", "-o", "out.html"
+    )
     assert code == 0, error
     assert "The plan has not run" in (files / "out.html").read_text()
 

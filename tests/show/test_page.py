@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from tests.support.show_toys import toy_model, toy_plan, toy_subject, write_toy_run
 
+from pipefit.cluster import save_cluster_file
 from pipefit.errors import FormatError, StalePlanError
 from pipefit.show.page import SCRIPTS, read_asset, render_report
 from pipefit.show.record import read_run
@@ -246,9 +247,10 @@ def test_64_lanes_of_256_microbatches_stay_under_two_megabytes(tmp_path):
 
 def test_the_cluster_is_the_one_named_the_runs_own_or_the_plans(tmp_path):
     plan, cluster = toy_plan()
-    directory = write_toy_run(tmp_path / "run", plan, cluster)
-    assert find_cluster(plan, directory, "") == cluster == find_cluster(plan, tmp_path / "plan.json", "4xA100-80")
-    assert find_cluster(replace(plan, cluster="4xA100-80"), tmp_path / "plan.json", "") == cluster
+    directory, name = write_toy_run(tmp_path / "run", plan, cluster), str(tmp_path / "cluster.json")
+    save_cluster_file(cluster, name)
+    assert find_cluster(plan, directory, "") == cluster == find_cluster(plan, tmp_path / "plan.json", name)
+    assert find_cluster(replace(plan, cluster=name), tmp_path / "plan.json", "") == cluster
     with pytest.raises(FormatError, match=r"does not say which cluster[\s\S]*--cluster"):
         find_cluster(plan, tmp_path / "plan.json", "")
     with pytest.raises(StalePlanError, match="the cluster changed"):
