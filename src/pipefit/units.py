@@ -37,7 +37,7 @@ def parse_bandwidth(text: str | int | float, where: str = "bandwidth") -> float:
             scale = _byte_scale(unit.removesuffix(suffix), base)
             if scale is not None:
                 return value * scale * factor
-    raise _bad_unit(text, where, "bit/s, Mbit/s, Gbit/s, MB/s, GB/s, GiB/s")
+    raise _bad_unit(text, where, "Mbit/s, Gbit/s, Tbit/s, MB/s, GB/s, GiB/s")
 
 
 def parse_seconds(text: str | int | float, where: str = "time") -> float:

@@ -65,7 +65,7 @@ BREAKS = {
         ["v1 -> a1", "latency_s[3][1]", "not negative"],
     ),
     "negative memory": (put("kinds", "V100", "memory_bytes", value=-1), ["impossible", "kinds.V100.memory_bytes"]),
-    "no peak": (put("kinds", "V100", "peak_flops_per_s", value={"float32": 1e12}), ["peak for float64 is missing"]),
+    "no peak": (put("kinds", "V100", "peak_flops_per_s", value={"float32": 1e12}), ["peak for bfloat16 is missing"]),
     "efficiency in percent": (put("kinds", "V100", "efficiency", value=50), ["share of the peak", "seen: 50"]),
     "attention in percent": (
         put("kinds", "V100", "attention_efficiency", value=30),

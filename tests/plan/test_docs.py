@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tests.support.golden_plans import tied_embeddings
 
-from pipefit.cluster.kinds import SHEETS
 from pipefit.codec import load_text
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.check.rules import check_plan, check_staleness
@@ -39,12 +38,6 @@ def test_every_key_that_can_be_fixed_is_on_the_page() -> None:
     text = (DOCS / "design" / "planner.md").read_text()
     for key in KEYS:
         assert f"`{key}`" in text, key
-
-
-def test_every_data_sheet_is_on_the_page() -> None:
-    text = (DOCS / "reference" / "clusters.md").read_text()
-    for name in SHEETS:
-        assert name in text
 
 
 def test_the_python_example_runs_as_it_stands() -> None:

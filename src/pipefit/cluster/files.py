@@ -12,7 +12,7 @@ from pipefit.cluster.types import Cluster, DeviceKind, Rail
 from pipefit.codec import dump_text, load_file, write_file
 from pipefit.errors import ClusterError
 
-_DTYPES = ("float64", "float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16")
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -33,6 +33,20 @@ def check_cluster(cluster: Cluster, where: str = "cluster") -> None:
     """Raise ClusterError for the first contradiction, naming the entry."""
     for error in cluster_problems(cluster, where):
         raise error
+
+
+def check_peaks(cluster: Cluster, product_type: str, where: str) -> None:
+    """Raise ClusterError for a kind of device without a peak for matrix products of this number type."""
+    for kind in cluster.kinds.values():
+        if product_type not in kind.peak_flops_per_s:
+            raise ClusterError(
+                f"The {kind.name} has no peak for {product_type}.",
+                where=where,
+                seen=product_type,
+                allowed=", ".join(kind.peak_flops_per_s),
+                next_step=f"choose another precision, or add the peak to kinds.{kind.name}.peak_flops_per_s of a "
+                "cluster file",
+            )
 
 
 def cluster_problems(cluster: Cluster, where: str = "cluster") -> Iterator[ClusterError]:
@@ -88,8 +102,8 @@ def _kind_problems(kind: DeviceKind, where: str) -> Iterator[ClusterError]:
                 seen=", ".join(kind.peak_flops_per_s) or "nothing",
                 allowed="one figure for each of " + ", ".join(_DTYPES),
             )
-        else:
-            yield from _number_problems(kind.peak_flops_per_s[dtype], f"{where}.peak_flops_per_s.{dtype}")
+    for dtype, peak in kind.peak_flops_per_s.items():
+        yield from _number_problems(peak, f"{where}.peak_flops_per_s.{dtype}")
 
 
 def _host_problems(cluster: Cluster, where: str) -> Iterator[ClusterError]:

@@ -5,8 +5,10 @@ The figures come from data sheets and are marked so; a measured cluster file rep
 
 from __future__ import annotations
 
+import math
 import re
 
+from pipefit.cluster.catalogue import find_sheet
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.machine import LocalMachine, detect_machine
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
@@ -15,10 +17,16 @@ from pipefit.units import format_bandwidth, format_bytes, parse_bandwidth
 
 _SPEC = re.compile(r"^(?:(?P<hosts>\d+)x)?(?P<devices>\d+)x(?P<kind>[A-Za-z][\w-]*|\d{4})(?::(?P<rail>.+))?$")
 _RAIL_LATENCY_S = 10e-6
+_SLOWEST_RAIL, _FASTEST_RAIL = 1e6, 5e11
+"""Plausible bytes/s of a host: 8 Mbit/s to ten cards of 400 Gbit/s."""
+_LARGE_HOST = 16
+"""Devices of the largest hosts that are sold for most kinds of devices."""
+_FASTEST_CARD = 2e11
+"""Plausible bytes/s of each device of a host with many devices."""
 _LOCAL_LATENCY_S = 50e-6
 _LOCAL_BANDWIDTH = 1e9
-_FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "bfloat16": 32.0}
-"""Per core: two 256-bit multiply-adds a cycle. bfloat16 counts as float32, because few CPUs compute it faster."""
+_FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "tf32": 32.0, "bfloat16": 32.0}
+"""Per core: two 256-bit multiply-adds a cycle. Narrow floats count as float32: few CPUs compute them faster."""
 
 PROCESS_BYTES = 384 * 2**20
 """Assumed memory of the interpreter and its libraries in each CPU process before the first tensor."""
@@ -30,9 +38,10 @@ def looks_like_spec(text: str) -> bool:
 
 
 def parse_spec(text: str) -> Cluster:
-    """Return the cluster for `8xH100` or `2x8xA100-80:200Gbit/s`.
+    """Return the cluster for `8xH100`, `2x8xA100-80:200Gbit/s` or `2x8xH100:8x400Gbit/s` (eight network cards).
 
-    Raises ClusterError if the text has another form, the kind is unknown, or several hosts lack a bandwidth.
+    Raises ClusterError if the text has another form, the kind is unknown, several hosts lack a bandwidth, or a figure
+    is impossible.
     """
     match = _SPEC.match(text)
     if match is None:
@@ -46,17 +55,19 @@ def parse_spec(text: str) -> Cluster:
     if hosts < 1 or devices < 1:
         raise ClusterError("A cluster needs at least one host and one device.", where="--cluster", seen=repr(text))
     kind, link = data_sheet_kind(match["kind"])
+    if match["hosts"] is None:
+        _check_single_host(match, text)
     if hosts > 1 and match["rail"] is None:
         raise ClusterError(
             "Several hosts need the bandwidth between them; none is assumed.",
             where="--cluster",
             seen=repr(text),
-            next_step=f"append it after a colon, for example {text}:200Gbit/s",
+            next_step=f"append it after a colon, for example {text}:{find_sheet(kind.name).usual_host.network}",
         )
     rails: tuple[Rail, ...] = ()
     where = f"data sheet of {kind.name}"
+    bandwidth = 0.0 if match["rail"] is None else _rail_bandwidth(match["rail"], devices, text)
     if hosts > 1:
-        bandwidth = parse_bandwidth(match["rail"], "--cluster")
         rails = (uniform_rail("network", hosts, _RAIL_LATENCY_S, bandwidth),)
         where += f"; {format_bandwidth(bandwidth)} per host as given, latency of 10 us assumed"
     return Cluster(
@@ -67,6 +78,47 @@ def parse_spec(text: str) -> Cluster:
         rails=rails,
         provenance=Provenance(source="data-sheet", where=where),
     )
+
+
+def _check_single_host(match: re.Match[str], text: str) -> None:
+    """Raise ClusterError for `8xH100:400Gbit/s`, which names no second host, and for `64xH100`, a host that nobody
+    sells."""
+    devices, name = int(match["devices"]), match["kind"]
+    usual = find_sheet(name).usual_host
+    if match["rail"] is not None:
+        _rail_bandwidth(match["rail"], devices, text)
+        raise ClusterError(
+            "One host has no bandwidth to other hosts.",
+            where="--cluster",
+            seen=repr(text),
+            next_step=f"write {devices}x{name} for one host of {devices}, 2x{text} for two hosts, or "
+            f"{devices}x1x{name}:{match['rail']} for hosts of one device",
+        )
+    if devices > max(usual.devices, _LARGE_HOST):
+        hosts = math.ceil(devices / usual.devices)
+        raise ClusterError(
+            f"One host of {devices} {name} is larger than usual hosts, of {usual.devices}.",
+            where="--cluster",
+            seen=repr(text),
+            next_step=f"write {hosts}x{usual.devices}x{name}:{usual.network} (hosts x devices x kind : bandwidth "
+            f"between hosts), or 1x{text} if one host does hold them",
+        )
+
+
+def _rail_bandwidth(rail: str, devices: int, text: str) -> float:
+    """Return the bytes/s of `400Gbit/s`, or of `8x400Gbit/s`: eight network cards. Raises PipefitError."""
+    cards = re.fullmatch(r"(\d+)x(.+)", rail)
+    bandwidth = (int(cards[1]) if cards else 1) * parse_bandwidth(cards[2] if cards else rail, "--cluster")
+    fastest = max(_FASTEST_RAIL, devices * _FASTEST_CARD)
+    if not _SLOWEST_RAIL <= bandwidth <= fastest:
+        raise ClusterError(
+            "No network between hosts has this bandwidth.",
+            where="--cluster",
+            seen=f"{text!r}: {format_bandwidth(bandwidth)} per host",
+            allowed=f"{format_bandwidth(_SLOWEST_RAIL)} to {format_bandwidth(fastest)}",
+            next_step="bit/s or B/s? One network card has 10 to 800 Gbit/s",
+        )
+    return bandwidth
 
 
 def uniform_rail(name: str, hosts: int, latency_s: float, bandwidth_bytes_per_s: float) -> Rail:

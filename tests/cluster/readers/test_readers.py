@@ -14,7 +14,7 @@ from pipefit.cluster.kinds import LINK_SHARE
 from pipefit.cluster.readers import check_plausible, find_readers, read_cluster
 from pipefit.cluster.readers.hostfile import parse_hosts
 from pipefit.cluster.readers.nccl_tests import link_of, parse_table
-from pipefit.cluster.readers.reader import ReaderInput, sheet_name
+from pipefit.cluster.readers.reader import ReaderInput
 from pipefit.cluster.readers.slurm import expand_nodes
 from pipefit.cluster.readers.topology import parse_topology as parse_topology
 from pipefit.cluster.readers.topology import slowest_path
@@ -159,27 +159,6 @@ def test_nccl_unknown_and_mixed_devices(tmp_path: Path) -> None:
     mixed = changed(tmp_path, ONE_HOST, lambda text: text.replace("NVIDIA A100-SXM4-80GB", "Tesla T4", 1))
     with pytest.raises(ClusterError, match="devices of several kinds"):
         read_cluster("nccl-tests", [mixed])
-
-
-@pytest.mark.parametrize(
-    ("driver", "sheet"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100-80"),
-        ("A100-SXM4-40GB", "A100-40"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA H200", "H200"),
-        ("Tesla V100-SXM2-32GB", "V100-32"),
-        ("Tesla V100-SXM2-16GB", "V100"),
-        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L4", "L4"),
-        ("Tesla T4", "T4"),
-        ("Quadro K620", None),
-    ],
-)
-def test_driver_names_find_their_data_sheets(driver: str, sheet: str | None) -> None:
-    assert sheet_name(driver) == sheet
 
 
 # ---- nvidia-smi topo -m ----------------------------------------------------------------------------------------------

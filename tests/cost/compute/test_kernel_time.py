@@ -9,7 +9,8 @@ from tests.cost.compute.test_roofline import INNER, PLACE, ROWS, TOKENS, WIDTH, 
 from tests.support.plan_toys import block_graph
 
 from pipefit.cluster import parse_spec
-from pipefit.cluster.kinds import BANDWIDTH_SHARE, LINK_SHARE, SHEETS
+from pipefit.cluster.catalogue import device_sheets
+from pipefit.cluster.kinds import BANDWIDTH_SHARE, LINK_SHARE
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.compute.kernel_time import PassWork, kernel_time
 from pipefit.cost.compute.layer_query import LayerQuery
@@ -80,7 +81,7 @@ def test_the_search_of_programs_prices_the_same_kernels(device: DeviceKind) -> N
 
 
 def test_data_sheets_describe_accelerators() -> None:
-    for name in SHEETS:
+    for name in device_sheets():
         device = parse_spec(f"1x{name}").kinds[name]
         assert device.product_traffic == 2.0 and device.bandwidth_efficiency == BANDWIDTH_SHARE
         assert 0.15 < (device.attention_efficiency or 0) < device.efficiency <= 0.869

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from pipefit.cluster.catalogue import reported_device
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.readers.reader import (
     RAIL_LATENCY_S,
@@ -20,7 +21,6 @@ from pipefit.cluster.readers.reader import (
     ReaderInput,
     ReaderOptions,
     given_devices,
-    sheet_name,
 )
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError, FormatError, MissingFactsError
@@ -208,7 +208,7 @@ def _kind_of(host: str, devices: Mapping[int, str], given: ReaderOptions, where:
             "A host holds devices of several kinds.", where=f"host {host}", seen=", ".join(sorted(names))
         )
     name = next(iter(names))
-    sheet = sheet_name(name)
+    sheet = reported_device(name)
     if given.devices:
         return given_devices(given, where, None if re.match(r"\d+x", given.devices) else len(devices))
     if sheet is None:

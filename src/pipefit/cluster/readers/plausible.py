@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipefit.cluster.kinds import SHEETS
+from pipefit.cluster.catalogue import reported_device
 from pipefit.cluster.types import Cluster
 from pipefit.errors import ClusterError
 from pipefit.units import format_bandwidth, format_seconds
@@ -29,8 +29,8 @@ INSIDE = PlausibleRange(1e9, 3e12)
 INSIDE_OTHER = PlausibleRange(2e6, 5e11)
 """Bytes/s between processes of a host without known GPUs: down to an emulated link."""
 
-BETWEEN = PlausibleRange(1e8, 5e11)
-"""Bytes/s of a host with known GPUs on its network: gigabit Ethernet to ten 400 Gbit/s cards."""
+BETWEEN = PlausibleRange(1e8, 1e13)
+"""Bytes/s of a host with known GPUs on its network: gigabit Ethernet to a rack of 72 GPUs with 800 Gbit/s each."""
 
 BETWEEN_OTHER = PlausibleRange(1e5, 5e11)
 
@@ -41,7 +41,7 @@ LATENCY = PlausibleRange(5e-8, 0.5)
 def check_plausible(cluster: Cluster, where: str) -> None:
     """Raise ClusterError if all links of a class are outside their plausible range; the message names a factor of
     1,000."""
-    known = all(host.kind in SHEETS for host in cluster.hosts)
+    known = all(reported_device(host.kind) for host in cluster.hosts)
     used = [cluster.links[host.link] for host in cluster.hosts if host.devices > 1 and host.link in cluster.links]
     inside = [link.bandwidth_bytes_per_s for link in used]
     _check_bandwidths(inside, INSIDE if known else INSIDE_OTHER, "inside the hosts", f"{where}: links")

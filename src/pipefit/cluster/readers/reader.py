@@ -17,22 +17,6 @@ RAIL_LATENCY_S = 10e-6
 
 _DEVICES = re.compile(r"^(?:(?P<count>\d+)x)?(?P<kind>[A-Za-z][\w-]*|\d{4})$")
 
-_DRIVER_NAMES = (
-    (r"\bH200\b", "H200"),
-    (r"\bH100\b.*PCIE", "H100-PCIe"),
-    (r"\bH100\b", "H100"),
-    (r"\bA100\b.*\b80\s?GB", "A100-80"),
-    (r"\bA100\b.*\b40\s?GB", "A100-40"),
-    (r"\bL40S\b", "L40S"),
-    (r"\bL4\b", "L4"),
-    (r"\bRTX[ -]4090\b", "RTX-4090"),
-    (r"\bRTX[ -]3090\b", "RTX-3090"),
-    (r"\bV100\b.*\b32\s?GB", "V100-32"),
-    (r"\bV100\b", "V100"),
-    (r"\bT4\b", "T4"),
-    (r"\bMI300X\b", "MI300X"),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class ReaderInput:
@@ -135,12 +119,3 @@ def cluster_of_hosts(
         rails=rails,
         provenance=Provenance(source="data-sheet", where=f"hosts from {tool} {where}, devices from data sheets{said}"),
     )
-
-
-def sheet_name(device: str) -> str | None:
-    """Return the data sheet for a device by its driver name (`NVIDIA A100-SXM4-80GB` -> `A100-80`), None if unknown."""
-    words = device.upper().replace("_", "-")
-    for pattern, name in _DRIVER_NAMES:
-        if re.search(pattern, words):
-            return name
-    return None

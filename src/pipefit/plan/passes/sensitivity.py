@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import ge
 
-from pipefit.cluster.kinds import SHEETS, data_sheet_kind
+from pipefit.cluster.catalogue import DataSheet, device_sheets
+from pipefit.cluster.kinds import data_sheet_kind, sheet_peaks
 from pipefit.cluster.measured import ClusterMeasurements, PortSharing
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, Link, Rail, is_processor
@@ -125,15 +126,12 @@ def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
     """Return (name, the cluster with the next better kind of device of the data sheets in place of its only kind).
 
     The next kind is the one with the least compute of those with more compute or memory and no less of either, nor of
-    memory bandwidth. None for several kinds, for measured clusters, and without a data sheet or a better one.
+    memory bandwidth or links. None for several kinds, for measured clusters, and without a data sheet or a better one.
     """
-    sheet = SHEETS.get(next(iter(cluster.kinds))) if len(cluster.kinds) == 1 and cluster.measured is None else None
-    if sheet is None:
+    known = {name: _comparable_figures(sheet) for name, sheet in device_sheets().items()}
+    figures = known.get(next(iter(cluster.kinds))) if len(cluster.kinds) == 1 and cluster.measured is None else None
+    if figures is None:
         return None
-    figures = (sheet.bfloat16, round(sheet.memory_mib / NEAR_MIB), sheet.memory_gb_per_s)
-    known = {
-        name: (kind.bfloat16, round(kind.memory_mib / NEAR_MIB), kind.memory_gb_per_s) for name, kind in SHEETS.items()
-    }
     better = {name: values for name, values in known.items() if values > figures and all(map(ge, values, figures))}
     if not better:
         return None
@@ -142,6 +140,11 @@ def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
     hosts = tuple(replace(host, kind=device_kind.name) for host in cluster.hosts)
     links = dict.fromkeys(cluster.links, link)
     return name, replace(cluster, kinds={device_kind.name: device_kind}, hosts=hosts, links=links)
+
+
+def _comparable_figures(sheet: DataSheet) -> tuple[float, ...]:
+    memory = round(sheet.memory_mib / NEAR_MIB)
+    return sheet_peaks(sheet)["bfloat16"], memory, sheet.memory_gb_per_s, sheet.link.gb_per_s
 
 
 def faster_links(cluster: Cluster, factor: float = SENSITIVITY_BUDGET.link_speedup) -> Cluster:

@@ -113,7 +113,8 @@ def device_memory(device: torch.device, sharing: int = 1) -> tuple[int, int]:
 def find_peak(device: torch.device, precision: str, sharing: int = 1) -> PeakFlops:
     """Return the data-sheet peak of this device, or of this machine's cores as `cluster.local` estimates it."""
     from pipefit.cluster import local_cluster
-    from pipefit.cluster.kinds import SHEETS, data_sheet_kind
+    from pipefit.cluster.catalogue import reported_device
+    from pipefit.cluster.kinds import data_sheet_kind
 
     if device.type != "cuda":
         kind = local_cluster(sharing).kinds["cpu"]
@@ -122,12 +123,11 @@ def find_peak(device: torch.device, precision: str, sharing: int = 1) -> PeakFlo
             source=f"{kind.provenance.source}: {kind.provenance.where}",
         )
     name = torch.cuda.get_device_name(device)
-    words = name.replace(" ", "-").lower()
-    for key in sorted(SHEETS, key=len, reverse=True):
-        if key.lower() in words:
-            kind = data_sheet_kind(key)[0]
-            return PeakFlops(flops_per_s=kind.peak_flops_per_s[precision], source=kind.provenance.where)
-    return PeakFlops(flops_per_s=0.0, source=f"no data sheet known for {name}")
+    known = reported_device(name)
+    if known is None:
+        return PeakFlops(flops_per_s=0.0, source=f"no data sheet known for {name}")
+    kind = data_sheet_kind(known)[0]
+    return PeakFlops(flops_per_s=kind.peak_flops_per_s[precision], source=kind.provenance.where)
 
 
 class RunLog:

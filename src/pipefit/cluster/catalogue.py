@@ -1,0 +1,169 @@
+"""The catalogue of devices: one JSON file a device in `devices/`, and in the folder that PIPEFIT_DEVICES names.
+
+A file holds the vendor's public figures: dense (not sparse) peaks, memory as the driver reports it, memory bandwidth,
+the link between two devices of a host, and the names of the device on the command line and in drivers. A file of the
+user replaces the one of the same name. docs/reference/devices.md explains the fields.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pipefit.codec import load_file
+from pipefit.errors import ClusterError, most_like
+
+PEAKS = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "fp4")
+"""Names of the peaks that a file may have."""
+
+USER_FOLDER = "PIPEFIT_DEVICES"
+"""Environment variable that names a folder of the user's device files."""
+
+_FOLDER = Path(__file__).parent / "devices"
+_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+_VENDORS = frozenset(("nvidia", "amd", "tesla", "geforce", "quadro", "instinct", "intel", "habana", "gpu"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SheetLink:
+    """The usual link between two devices of a host."""
+
+    name: str
+    gb_per_s: float
+    "One direction, in GB/s (powers of 1000), of one device."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualHost:
+    """The host in which a device is usually sold."""
+
+    devices: int
+    "Devices that share the link."
+    network: str
+    "Network cards of the host, such as `8x400Gbit/s`."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSheet:
+    """Public figures of one device."""
+
+    name: str
+    peak_tflops: Mapping[str, float]
+    "Dense peaks by number type (`PEAKS`) in TFLOP/s; products of 16 bits are added up in float32."
+    memory_mib: int
+    "As the driver reports it."
+    memory_gb_per_s: float
+    link: SheetLink
+    usual_host: UsualHost
+    sources: Mapping[str, str]
+    "The documents behind the figures, by field."
+    aliases: tuple[str, ...] = ()
+    "Other names for the command line."
+    reported_names: tuple[str, ...] = ()
+    "Names that nvidia-smi, rocm-smi, hl-smi and PyTorch print."
+    product_share: float | None = None
+    "Share of the bfloat16 peak that large matrix products reach; None: not measured."
+    attention_share: float | None = None
+    "Share of the peak that attention in one kernel reaches; None: not measured."
+
+
+def device_sheets() -> Mapping[str, DataSheet]:
+    """Return the sheets by name: those of pipefit, then those of the user. Raises ClusterError or FormatError for a
+    wrong file."""
+    return _read_sheets(os.environ.get(USER_FOLDER, ""))
+
+
+def find_sheet(name: str) -> DataSheet:
+    """Return the sheet of a device by its name, an alias, or the name that a driver prints.
+
+    Raises ClusterError with the nearest names for an unknown device.
+    """
+    sheets = device_sheets()
+    known = _spoken_names(sheets.values())
+    key = known.get(name.lower()) or reported_device(name)
+    if key is None:
+        near = [known[word] for word in most_like(name.lower(), known)]
+        guess = f"did you mean {near[0]}? Or describe it" if near else "describe it"
+        raise ClusterError(
+            f"No data sheet is known for the device {name!r}.",
+            seen=name,
+            allowed=", ".join(sheets),
+            next_step=f"{guess}: `pipefit devices {near[0] if near else 'H100'}` prints a file to change; save it in a "
+            f"folder that {USER_FOLDER} names",
+        )
+    return sheets[key]
+
+
+def reported_device(text: str) -> str | None:
+    """Return the name of the device that a driver calls `text` (`NVIDIA A100-SXM4-80GB` -> `A100-80`); None if
+    unknown."""
+    return _reported_names(os.environ.get(USER_FOLDER, "")).get(_plain_words(text))
+
+
+@cache
+def _read_sheets(user_folder: str) -> Mapping[str, DataSheet]:
+    sheets: dict[str, DataSheet] = {}
+    for folder in (_FOLDER, *([Path(user_folder)] if user_folder else [])):
+        if not folder.is_dir():
+            raise ClusterError("The folder of device files is not there.", where=USER_FOLDER, seen=folder)
+        for path in sorted(folder.glob("*.json")):
+            sheet = load_file(DataSheet, path)
+            _check_sheet(sheet, path)
+            sheets[sheet.name] = sheet
+    return sheets
+
+
+@cache
+def _reported_names(user_folder: str) -> Mapping[str, str]:
+    sheets = _read_sheets(user_folder).values()
+    names = {_plain_words(text): sheet.name for sheet in sheets for text in (sheet.name, *sheet.aliases)}
+    return names | {_plain_words(text): sheet.name for sheet in sheets for text in sheet.reported_names}
+
+
+def _spoken_names(sheets: Iterable[DataSheet]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for sheet in sheets:
+        names |= {alias.lower(): sheet.name for alias in sheet.aliases}
+    return names | {sheet.name.lower(): sheet.name for sheet in sheets}
+
+
+def _plain_words(text: str) -> str:
+    words = re.split(r"[^a-z0-9.]+", text.lower())
+    return "-".join(word for word in words if word and word not in _VENDORS)
+
+
+def _check_sheet(sheet: DataSheet, path: Path) -> None:
+    for name in (sheet.name, *sheet.aliases):
+        if _NAME.fullmatch(name) is None:
+            raise ClusterError(
+                "The name of a device has letters, digits and hyphens.", where=f"{path}: name", seen=repr(name)
+            )
+    unknown = [key for key in sheet.peak_tflops if key not in PEAKS]
+    if unknown or "float32" not in sheet.peak_tflops:
+        raise ClusterError(
+            "A device file has a peak for float32, and may have others.",
+            where=f"{path}: peak_tflops",
+            seen=", ".join(sheet.peak_tflops) or "nothing",
+            allowed=", ".join(PEAKS),
+        )
+    figures = {
+        **{f"peak_tflops.{key}": value for key, value in sheet.peak_tflops.items()},
+        "memory_mib": sheet.memory_mib,
+        "memory_gb_per_s": sheet.memory_gb_per_s,
+        "link.gb_per_s": sheet.link.gb_per_s,
+        "usual_host.devices": sheet.usual_host.devices,
+    }
+    for field, value in figures.items():
+        if not 0 < value < float("inf"):
+            raise ClusterError(
+                "This figure of a device is not positive.", where=f"{path}: {field}", seen=value, allowed="above 0"
+            )
+    for field, share in (("product_share", sheet.product_share), ("attention_share", sheet.attention_share)):
+        if share is not None and not 0 < share <= 1:
+            raise ClusterError(
+                "This is a share of the peak.", where=f"{path}: {field}", seen=share, allowed="above 0, at most 1"
+            )
