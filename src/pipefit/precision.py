@@ -2,7 +2,8 @@
 
 Mixed precision follows Megatron and torchtitan: `bfloat16` has float32 gradients, master weights and optimizer state.
 `bfloat16-gradients` accumulates and reduces the gradients in bfloat16, as Megatron does without
-`--accumulate-allreduce-grads-in-fp32`.
+`--accumulate-allreduce-grads-in-fp32`. `tf32` keeps everything in float32 and rounds the inputs of matrix products to
+TF32, where the device has units for it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-Precision = Literal["float64", "float32", "bfloat16", "bfloat16-gradients"]
+Precision = Literal["float64", "float32", "tf32", "bfloat16", "bfloat16-gradients"]
 
 
 class NumberTypes(NamedTuple):
     """Number types of a training job, as PyTorch names them."""
 
+    product: str
+    "Of matrix products; the peaks of a device have this name. `tf32` is no type of tensors."
     compute: str
-    "Of parameters and activations; the peaks of a device have this name."
+    "Of parameters and activations."
     gradient: str
     "Of the buffer into which the gradients of all microbatches are accumulated, and in which they are reduced."
     state: str
@@ -25,11 +28,15 @@ class NumberTypes(NamedTuple):
 
 
 NUMBER_TYPES: Mapping[Precision, NumberTypes] = {
-    "float64": NumberTypes("float64", "float64", "float64"),
-    "float32": NumberTypes("float32", "float32", "float32"),
-    "bfloat16": NumberTypes("bfloat16", "float32", "float32"),
-    "bfloat16-gradients": NumberTypes("bfloat16", "bfloat16", "float32"),
+    "float64": NumberTypes("float64", "float64", "float64", "float64"),
+    "float32": NumberTypes("float32", "float32", "float32", "float32"),
+    "tf32": NumberTypes("tf32", "float32", "float32", "float32"),
+    "bfloat16": NumberTypes("bfloat16", "bfloat16", "float32", "float32"),
+    "bfloat16-gradients": NumberTypes("bfloat16", "bfloat16", "bfloat16", "float32"),
 }
+
+PRODUCT_TYPE: Mapping[Precision, str] = {precision: types.product for precision, types in NUMBER_TYPES.items()}
+"""Type of matrix products: the peak of a device, and the curves of measured layers, have this name."""
 
 COMPUTE_TYPE: Mapping[Precision, str] = {precision: types.compute for precision, types in NUMBER_TYPES.items()}
 """Type of parameters and activations."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from tests.support.plan_toys import toy_model
+
+from pipefit.cluster import open_cluster
 from pipefit.cost.static_memory import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,
@@ -12,11 +16,16 @@ from pipefit.cost.static_memory import (
     state_bytes,
     static_parts,
 )
+from pipefit.errors import ClusterError
 from pipefit.optimizers import find_optimizer
-from pipefit.precision import COMPUTE_TYPE, Precision
+from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import Constraints
+from pipefit.plan.types import Job, Plan
+from pipefit.precision import COMPUTE_TYPE, PRODUCT_TYPE, Precision
 
 BYTES: dict[Precision, tuple[int, int, int]] = {
-    "float64": (8, 8, 16), "float32": (4, 4, 8), "bfloat16": (2, 4, 12), "bfloat16-gradients": (2, 2, 12),
+    "float64": (8, 8, 16), "float32": (4, 4, 8), "tf32": (4, 4, 8),
+    "bfloat16": (2, 4, 12), "bfloat16-gradients": (2, 2, 12),
 }  # fmt: skip
 """Precision -> bytes of a parameter, of its gradient and of AdamW's state, master weights included."""
 
@@ -38,3 +47,30 @@ def test_bytes_of_an_update(precision: Precision) -> None:
     compute, gradient, state = BYTES[precision]
     moved = optimizer_traffic_bytes(1000.0, 1.0, precision, find_optimizer("adamw"))
     assert moved == 1000 * (2 * gradient + 2 * state + compute)
+
+
+def planned_in(precision: Precision) -> Plan:
+    """Return a pinned plan on A100, whose TF32 units are eight times as fast as float32 ones."""
+    job = Job(batch=8, sequence=512, precision=precision)
+    fixed = Constraints(stages=1, replicas=(1, 1), microbatches=1)
+    return make_plan(toy_model(3), open_cluster("2xA100-80"), job, fixed)
+
+
+def test_tf32_changes_the_time_of_products_alone() -> None:
+    plans = {precision: planned_in(precision).prediction for precision in ("float32", "tf32", "bfloat16")}
+    steps = {precision: plan.step_s for precision, plan in plans.items() if plan is not None}
+    assert steps["float32"] > steps["tf32"] > steps["bfloat16"]
+    assert plans["float32"] is not None and plans["tf32"] is not None
+    peaks = [[lane.peak_bytes for lane in plans[name].lanes] for name in ("float32", "tf32")]
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("precision", PRODUCT_TYPE)
+def test_a_device_needs_a_peak_for_the_precision(precision: Precision) -> None:
+    cluster = open_cluster("2xA100-80")
+    kind = cluster.kinds["A100-80"]
+    peaks = {name: peak for name, peak in kind.peak_flops_per_s.items() if name != PRODUCT_TYPE[precision]}
+    bare = replace(cluster, kinds={"A100-80": replace(kind, peak_flops_per_s=peaks)})
+    with pytest.raises(ClusterError, match=f"The A100-80 has no peak for {PRODUCT_TYPE[precision]}") as error:
+        make_plan(toy_model(3), bare, Job(batch=8, sequence=16, precision=precision))
+    assert "--precision" in str(error.value) and "float16" in str(error.value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pipefit.cluster.files import check_peaks
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.cost.compute.roofline import LayerCosts
@@ -65,6 +66,7 @@ from pipefit.plan.request.sampled_batches import (
 )
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.types import Job, Plan, TradePoint
+from pipefit.precision import PRODUCT_TYPE
 from pipefit.schedule.fit.family import FIT
 from pipefit.shard.apart import check_row_independence
 from pipefit.units import format_seconds
@@ -104,6 +106,7 @@ def make_plan(
     """
     check_tolerance(tolerance, tolerance)
     check_row_independence(model)
+    check_peaks(cluster, PRODUCT_TYPE[job.precision], "--precision")
     context = PlannerContext(model, cluster, layers, name, cluster_source)
     context.tracker = SearchTracker(progress)
     if len(model.modules) > 1:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-DTYPES = ("float64", "float32", "bfloat16")
+DTYPES = ("float64", "float32", "tf32", "bfloat16")
+"""Number types of measured matrix products. `tf32` takes float32 tensors."""
 
 CPU = "cpu "
 """Prefix of the kind of a device that is a share of a host's cores."""

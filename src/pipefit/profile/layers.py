@@ -20,6 +20,7 @@ from pipefit.lab import pace
 from pipefit.model.graph import Graph, Operator, TensorSpec, size_value
 from pipefit.profile.points import WorkPoint, sizes_at
 from pipefit.run.session.faults import is_out_of_memory
+from pipefit.run.stage.products import use_product_type
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.stage_inputs import StageInputs
 
@@ -76,12 +77,13 @@ class StageBench:
     """Consecutive layers on one device, ready to be timed at any point."""
 
     def __init__(self, layers: Sequence[StageLayer], dtype: str, device: torch.device) -> None:
-        self.layers, self.device = layers, device
-        self.dtype = getattr(torch, dtype)
+        self.layers, self.device, self.product_type = layers, device, dtype
+        self.dtype = getattr(torch, "float32" if dtype == "tf32" else dtype)
         self._programs: dict[bool, StageProgram] = {}
 
     def visit_point(self, point: WorkPoint, window_s: float = WINDOW_S) -> Visit:
         """Run (F, B, F, I, W) at `point` for `window_s`, at least once, and return the seconds of each."""
+        use_product_type(self.product_type)
         program = self._stage_program(sliced=bool(point.past))
         program.begin_step(0, point.rows * point.tokens)
         slice_, start = len(point.earlier_slices), 0

@@ -19,7 +19,7 @@ from pipefit.cost.static_memory import (
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.model.graph import ParameterSpec
 from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
-from pipefit.precision import COMPUTE_TYPE, Precision
+from pipefit.precision import PRODUCT_TYPE, Precision
 from pipefit.shard.template import AxisMembers
 
 Found = TypeVar("Found")
@@ -62,7 +62,7 @@ class ShardSetting:
     def device_speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The compute rate (FLOP/s) and the memory rate (bytes/s) of every device, as measured if known."""
         slow = [self.slowness.get(kind.name, 1.0) for kind in self.kinds]
-        rates = [kind.peak_flops_per_s[COMPUTE_TYPE[self.precision]] * kind.efficiency for kind in self.kinds]
+        rates = [kind.peak_flops_per_s[PRODUCT_TYPE[self.precision]] * kind.efficiency for kind in self.kinds]
         moves = [kind.memory_bandwidth_bytes_per_s for kind in self.kinds]
         return (
             tuple(rate / by for rate, by in zip(rates, slow, strict=True)),

@@ -40,7 +40,7 @@ from pipefit.cost.compute.roofline_correction import (
 from pipefit.cost.portable import geometric_mean
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
-from pipefit.precision import COMPUTE_TYPE
+from pipefit.precision import PRODUCT_TYPE
 
 FEATURES = (
     "rows x length^2 / 2, without context",
@@ -328,7 +328,7 @@ class MeasuredCosts:
         curves = [
             curve
             for curve in self.measured.layers
-            if curve.kind == kind.name and curve.dtype == COMPUTE_TYPE[precision]
+            if curve.kind == kind.name and curve.dtype == PRODUCT_TYPE[precision]
         ]
         ratios = mean_ratios([curve for curve in curves if curve.setting == self.setting] or curves)
         if ratios != (1.0, 1.0, 1.0, 1.0):
@@ -339,8 +339,8 @@ class MeasuredCosts:
 
     def _find_curve(self, graph: Graph, query: LayerQuery) -> LayerCurve | None:
         """Return the curve of `graph` on the device kind and in the precision of the query."""
-        compute_type = COMPUTE_TYPE[query.precision]
-        return find_layer(self.measured, self._digest_of(graph), query.kind.name, compute_type, self.setting)
+        product_type = PRODUCT_TYPE[query.precision]
+        return find_layer(self.measured, self._digest_of(graph), query.kind.name, product_type, self.setting)
 
     def _digest_of(self, graph: Graph) -> str:
         if id(graph) not in self._signatures:

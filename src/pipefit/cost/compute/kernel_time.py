@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.model.ops import OperatorKind
-from pipefit.precision import COMPUTE_TYPE, Precision
+from pipefit.precision import PRODUCT_TYPE, Precision
 
 
 class PassWork(NamedTuple):
@@ -46,7 +46,7 @@ class KernelTime(NamedTuple):
 
 def kernel_time(work: PassWork, operator: OperatorKind, kind: DeviceKind, precision: Precision) -> KernelTime:
     """Return the time of one pass of an operator on a device of this kind."""
-    peak = kind.peak_flops_per_s[COMPUTE_TYPE[precision]]
+    peak = kind.peak_flops_per_s[PRODUCT_TYPE[precision]]
     bandwidth = kind.memory_bandwidth_bytes_per_s
     if operator.kind == "attention" and kind.attention_efficiency is not None:
         return KernelTime(work.flops / (peak * kind.attention_efficiency), work.moved_bytes / bandwidth, False)

@@ -27,7 +27,7 @@ from pipefit.lab import pace
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.packed_rows import CONDITIONS
 from pipefit.plan.types import Plan
-from pipefit.precision import COMPUTE_TYPE
+from pipefit.precision import PRODUCT_TYPE
 from pipefit.run.checkpoint import checkpoint
 from pipefit.run.config import TrainConfig
 from pipefit.run.inputs.feeding import BatchSource, SampleBatchSource, TextBatchSource
@@ -97,7 +97,7 @@ class TrainingRun:
 
     def _train_loop(self, log: RunLog | None, directory: Path) -> None:
         config, last = self.config, self.config.steps
-        peak = find_peak(self.world.device, COMPUTE_TYPE[self.plan.job.precision], self.world.local_size)
+        peak = find_peak(self.world.device, PRODUCT_TYPE[self.plan.job.precision], self.world.local_size)
         if log is not None:
             log.write_line(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
             if isinstance(self.feeding, ImageBatchSource) and self.feeding.rows.too_long:

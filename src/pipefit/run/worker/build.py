@@ -33,6 +33,7 @@ from pipefit.plan.types import ParameterPlan, Plan
 from pipefit.precision import NUMBER_TYPES
 from pipefit.run.sharded.collectives import ShardContext
 from pipefit.run.stage.initial_values import Value, initial_values
+from pipefit.run.stage.products import use_product_type
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.wiring import channel_pairs
@@ -102,7 +103,9 @@ def build_worker(
     make_groups(plan, model, comms, programs_of)
     uses = tied_uses(plan, model, programs_of)
     across = shared_devices(plan, model, uses, programs_of)
-    dtype, gradient_dtype, master_dtype = (getattr(torch, name) for name in NUMBER_TYPES[plan.job.precision])
+    number_types = NUMBER_TYPES[plan.job.precision]
+    use_product_type(number_types.product)
+    dtype, gradient_dtype, master_dtype = (getattr(torch, name) for name in number_types[1:])
     trained = with_backward(plan.to_schedule())
     programs = {
         stage: _build_program(plan, model, stage, programs_of[stage], location, comms, dtype, trained)
