@@ -12,7 +12,8 @@ from pipefit.errors import PipefitError
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*$")
 
 
@@ -48,6 +49,16 @@ def parse_seconds(text: str | int | float, where: str = "time") -> float:
     if unit not in _SECONDS:
         raise _bad_unit(text, where, ", ".join(_SECONDS))
     return value * _SECONDS[unit]
+
+
+def parse_count(text: str | int | float, where: str = "count") -> float:
+    """Parse a number of tokens from `1.5T`, `4M`, `300 B` or a number. Raises PipefitError for any other text."""
+    if isinstance(text, (int, float)):
+        return float(text)
+    value, unit = _split_unit(text, where, "1.5T or 4M")
+    if unit not in _COUNTS:
+        raise _bad_unit(text, where, ", ".join(filter(None, _COUNTS)))
+    return value * _COUNTS[unit]
 
 
 def format_bytes(count: float) -> str:

@@ -66,7 +66,7 @@ def render_report(subject: ReportSubject) -> str:
         data["links"] = _links_data(subject, traffic)
     if record is not None and record.steps:
         data["training"] = _training_data(record, subject.prediction.step_s)
-    return _fill_template("\n".join(filter(None, sections)), data, _page_title(subject), _navigation_links(subject))
+    return fill_template("\n".join(filter(None, sections)), data, _page_title(subject), _navigation_links(subject))
 
 
 def read_asset(name: str) -> str:
@@ -74,7 +74,8 @@ def read_asset(name: str) -> str:
     return resources.files("pipefit.show").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _fill_template(body: str, data: dict[str, Any], title: str, navigation: str) -> str:
+def fill_template(body: str, data: dict[str, Any], title: str, navigation: str) -> str:
+    """Return the page: styles, scripts and data are in it. The sections of `body` are HTML, the title is text."""
     return Template(read_asset("template.html")).substitute(
         version=__version__,
         title=escape_text(title),

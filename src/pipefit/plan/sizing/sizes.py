@@ -1,0 +1,173 @@
+"""The training on every cluster size: the fastest layout that fits, its days, cost and MFU, and the answers among them.
+
+The layout search of the planner evaluates each size. The passes after it, which gain a few per cent for one cluster,
+are left to `pipefit plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipefit.cluster import open_cluster
+from pipefit.cluster.files import check_peaks
+from pipefit.errors import PlanError
+from pipefit.plan.assemble.predict import step_flops
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
+from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
+from pipefit.plan.evaluate.search_progress import SearchObserver, SearchTracker
+from pipefit.plan.passes.search import search_plans
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, describe_choices
+from pipefit.plan.sizing.request import ClusterSize, SizingRequest, cluster_sizes
+from pipefit.precision import PRODUCT_TYPE
+from pipefit.units import format_bytes
+
+DAY_S, HOUR_S = 86400.0, 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedTraining:
+    """The training on one cluster."""
+
+    size: ClusterSize
+    step_s: float | None = None
+    "Of the fastest layout that fits; None if no layout does."
+    days: float | None = None
+    device_hours: float | None = None
+    cost: float | None = None
+    "In the currency of the prices; None without prices."
+    mfu: float | None = None
+    "Model FLOPs over the peak of all devices in the precision of the job, 0 to 1."
+    memory_share: float | None = None
+    "Peak over limit of the fullest device."
+    layout: str = ""
+    "The layout in words, or the reason why none fits."
+
+
+@dataclass(frozen=True, slots=True)
+class SizingAnswer:
+    """An answer to a question about the sizes; None if no size is one."""
+
+    question: str
+    training: SizedTraining | None
+
+
+def size_trainings(
+    request: SizingRequest, constraints: Constraints = NO_CONSTRAINTS, progress: SearchObserver | None = None
+) -> Iterator[SizedTraining]:
+    """Yield the training on every cluster size, device by device, from small to large.
+
+    Raises PlanError for a model of several modules or a contradiction, and ClusterError for an unknown device or a
+    device without a peak for the precision.
+    """
+    if len(request.model.modules) > 1:
+        raise PlanError(
+            "Only a model of one module can be sized.",
+            where="--model",
+            seen=", ".join(module.name for module in request.model.modules),
+            next_step="plan it on one cluster after another: pipefit plan",
+        )
+    flops: list[float] = []
+    for device in request.devices:
+        for size in cluster_sizes(device, request.max_devices, request.network):
+            yield _size_training(request, size, constraints, progress, flops)
+
+
+def _size_training(
+    request: SizingRequest,
+    size: ClusterSize,
+    constraints: Constraints,
+    progress: SearchObserver | None,
+    flops: list[float],
+) -> SizedTraining:
+    """Return the training on one cluster. `flops` keeps the FLOPs of a step once they are known: they are the same on
+    every cluster."""
+    cluster, job = open_cluster(size.cluster), request.job
+    check_peaks(cluster, PRODUCT_TYPE[job.precision], "--precision")
+    context = PlannerContext(request.model, cluster, cluster_source=size.cluster)
+    context.tracker = SearchTracker(progress)
+    try:
+        result = search_plans(context, job, constraints, top=1)
+    except PlanError as error:
+        return SizedTraining(size=size, layout=error.what)
+    if not result.fitting:
+        return SizedTraining(size=size, layout=_missing_words(result))
+    best = result.fitting[0]
+    if not flops:
+        flops.append(
+            step_flops(build_plan(request.model, cluster, job, best.decisions, context=context), request.model)
+        )
+    peak = next(iter(cluster.kinds.values())).peak_flops_per_s[PRODUCT_TYPE[job.precision]]
+    return _sized_plan(request, size, best, flops[0] / peak)
+
+
+def _sized_plan(request: SizingRequest, size: ClusterSize, best: EvaluatedPlan, peak_s: float) -> SizedTraining:
+    """Return the figures of a plan; `peak_s` is the time of the model FLOPs of a step on one device at its peak."""
+    total_s = best.step_s * request.steps
+    device_hours = size.devices * total_s / HOUR_S
+    return SizedTraining(
+        size=size,
+        step_s=best.step_s,
+        days=total_s / DAY_S,
+        device_hours=device_hours,
+        cost=None if request.prices is None else device_hours * request.prices[size.device],
+        mfu=peak_s / best.step_s / size.devices,
+        memory_share=best.peak_bytes / best.limit_bytes,
+        layout=describe_choices(best.decisions),
+    )
+
+
+def _missing_words(result: SearchResult) -> str:
+    closest = min(result.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes, default=None)
+    if closest is None:
+        return "no layout fits"
+    return f"no layout fits: {format_bytes(closest.peak_bytes - closest.limit_bytes)} a device are missing"
+
+
+def answer_sizes(trainings: Sequence[SizedTraining], deadline_s: float | None) -> tuple[SizingAnswer, ...]:
+    """Return the smallest cluster on which the training fits, the smallest in time, the cheapest and the fastest.
+
+    With a deadline, the cheapest is the cheapest in time. Without prices there is no cheapest.
+    """
+    fitting = [training for training in trainings if training.days is not None]
+    timely = [t for t in fitting if deadline_s is None or (t.days or 0.0) * DAY_S <= deadline_s]
+    answers = [SizingAnswer("smallest that fits", _least(fitting, _by_devices))]
+    if deadline_s is not None:
+        answers.append(SizingAnswer("smallest in time", _least(timely, _by_devices)))
+    if any(training.cost is not None for training in fitting):
+        words = "cheapest" if deadline_s is None else "cheapest in time"
+        answers.append(SizingAnswer(words, _least(timely, _by_cost)))
+    answers.append(SizingAnswer("fastest", _least(fitting, _by_days)))
+    return tuple(answers)
+
+
+def sizing_data(request: SizingRequest, trainings: Sequence[SizedTraining]) -> Mapping[str, object]:
+    """Return the request and its results as JSON data."""
+    from pipefit.codec import to_data
+
+    answers = answer_sizes(trainings, request.deadline_s)
+    return {
+        "model": request.model.name,
+        "job": to_data(request.job),
+        "tokens": request.tokens,
+        "steps": request.steps,
+        "deadline_s": request.deadline_s,
+        "trainings": [to_data(training) for training in trainings],
+        "answers": {a.question: a.training.size.cluster if a.training else None for a in answers},
+    }
+
+
+def _least(trainings: Sequence[SizedTraining], key) -> SizedTraining | None:  # type: ignore[no-untyped-def]
+    return min(trainings, key=key, default=None)
+
+
+def _by_devices(training: SizedTraining) -> tuple[float, float]:
+    return training.size.devices, training.days or 0.0
+
+
+def _by_cost(training: SizedTraining) -> tuple[float, float]:
+    return training.cost or 0.0, training.days or 0.0
+
+
+def _by_days(training: SizedTraining) -> tuple[float, float]:
+    return training.days or 0.0, training.size.devices
