@@ -1,4 +1,4 @@
-"""`pipefit size`: how many devices a training needs, by days, cost and MFU over cluster sizes and kinds of devices."""
+"""`pipefit size`: the devices that a training needs, by days, cost and MFU over cluster sizes and kinds of devices."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def _read_request(options: SizeOptions) -> SizingRequest:
         "optimizer": find_optimizer(options.optimizer, "--optimizer").name,
     }
     return SizingRequest(
+        name=options.model,
         model=opened_model,
         job=from_data(Job, job, "--precision"),
         tokens=tokens,

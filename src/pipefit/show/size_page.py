@@ -21,7 +21,7 @@ COLOURS = ("--f", "--b", "--w", "--t", "--i", "--r")
 
 def render_sizes(request: SizingRequest, trainings: Sequence[SizedTraining]) -> str:
     """Return a complete page that opens without a network."""
-    title = f"How many devices: {request.model.name}"
+    title = f"How many devices: {request.name}"
     sections = [
         f'<h1>{escape_text(title)}</h1><p class="lead">{escape_text(size_headline(request))}</p>',
         _answer_section(request, trainings),
@@ -89,7 +89,7 @@ def _draw_curves(points: Sequence[tuple[str, int, float]], deadline: float | Non
         parts.append(_draw_curve(device, line, colour, ends))
     label = "Time of the training against the number of devices"
     return (
-        f'<div class="scroll"><svg id="trade-drawing" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<div class="scroll"><svg id="size-drawing" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{label}; the table holds the same figures">{"".join(parts)}</svg></div>'
     )
 

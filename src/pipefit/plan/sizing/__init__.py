@@ -1,1 +1,1 @@
-"""How many devices a training needs: clusters of growing size, planned one by one, and the answers among them."""
+"""The number of devices that a training needs: clusters of growing size, planned one by one, and the answers."""

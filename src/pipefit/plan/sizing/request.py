@@ -25,6 +25,8 @@ ROUNDING = 0.05
 class SizingRequest:
     """A training, and the clusters that may run it."""
 
+    name: str
+    "The model, as the user named it."
     model: Model
     job: Job
     "One step, the same on every cluster."
@@ -71,7 +73,7 @@ def step_rows(tokens: float, sequence: int) -> int:
     if rows == int(rows):
         return int(rows)
     for exponent in range(int(math.log2(rows)) + 1, -1, -1):
-        rounded = max(1, round(rows / 2**exponent)) * 2**exponent
+        rounded: int = max(1, round(rows / 2**exponent)) * 2**exponent
         if abs(rounded - rows) <= ROUNDING * rows:
             return rounded
     return round(rows)

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pipefit.cluster import open_cluster
 from pipefit.cluster.files import check_peaks
 from pipefit.errors import PlanError
+from pipefit.optimizers.sharded_state import STATES
 from pipefit.plan.assemble.predict import step_flops
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
 from pipefit.plan.evaluate.search_progress import SearchObserver, SearchTracker
 from pipefit.plan.passes.search import search_plans
-from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, describe_choices
+from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.request.expert_parts import EXPERT
 from pipefit.plan.sizing.request import ClusterSize, SizingRequest, cluster_sizes
 from pipefit.precision import PRODUCT_TYPE
 from pipefit.units import format_bytes
@@ -67,25 +70,20 @@ def size_trainings(
             seen=", ".join(module.name for module in request.model.modules),
             next_step="plan it on one cluster after another: pipefit plan",
         )
-    flops: list[float] = []
     for device in request.devices:
         for size in cluster_sizes(device, request.max_devices, request.network):
-            yield _size_training(request, size, constraints, progress, flops)
+            yield _size_training(request, size, constraints, progress)
 
 
 def _size_training(
-    request: SizingRequest,
-    size: ClusterSize,
-    constraints: Constraints,
-    progress: SearchObserver | None,
-    flops: list[float],
+    request: SizingRequest, size: ClusterSize, constraints: Constraints, progress: SearchObserver | None
 ) -> SizedTraining:
-    """Return the training on one cluster. `flops` keeps the FLOPs of a step once they are known: they are the same on
-    every cluster."""
+    """Return the training on one cluster."""
     cluster, job = open_cluster(size.cluster), request.job
     check_peaks(cluster, PRODUCT_TYPE[job.precision], "--precision")
     context = PlannerContext(request.model, cluster, cluster_source=size.cluster)
     context.tracker = SearchTracker(progress)
+    context.tracker.start_pass(f"planning {size.cluster}")
     try:
         result = search_plans(context, job, constraints, top=1)
     except PlanError as error:
@@ -93,12 +91,9 @@ def _size_training(
     if not result.fitting:
         return SizedTraining(size=size, layout=_missing_words(result))
     best = result.fitting[0]
-    if not flops:
-        flops.append(
-            step_flops(build_plan(request.model, cluster, job, best.decisions, context=context), request.model)
-        )
+    plan = build_plan(request.model, cluster, job, best.decisions, context=context)
     peak = next(iter(cluster.kinds.values())).peak_flops_per_s[PRODUCT_TYPE[job.precision]]
-    return _sized_plan(request, size, best, flops[0] / peak)
+    return _sized_plan(request, size, best, step_flops(plan, request.model) / peak)
 
 
 def _sized_plan(request: SizingRequest, size: ClusterSize, best: EvaluatedPlan, peak_s: float) -> SizedTraining:
@@ -113,8 +108,34 @@ def _sized_plan(request: SizingRequest, size: ClusterSize, best: EvaluatedPlan, 
         cost=None if request.prices is None else device_hours * request.prices[size.device],
         mfu=peak_s / best.step_s / size.devices,
         memory_share=best.peak_bytes / best.limit_bytes,
-        layout=describe_choices(best.decisions),
+        layout=layout_words(best.decisions),
     )
+
+
+def layout_words(decisions: ParallelConfig) -> str:
+    """Return a layout by the names of its axes, `dp=8 pp=2 zero=1, 16 microbatches, 1f1b, recompute full`. The plan of
+    one device without choices is `one device`."""
+    shards = len(decisions.shards)
+    names = {
+        "dp": len(decisions.replicas),
+        "tp": 1 if decisions.sharding == EXPERT else shards,
+        "cp": decisions.context,
+        "ep": shards if decisions.sharding == EXPERT else decisions.expert * shards if decisions.expert > 1 else 1,
+        "pp": decisions.stage_count,
+    }
+    axes = [f"{name}={count}" for name, count in names.items() if count > 1]
+    if decisions.sharded_state != "none":
+        axes.append(f"zero={STATES.index(decisions.sharded_state)}")
+    parts = [" ".join(axes) or "one device"]
+    if decisions.microbatches > 1:
+        parts.append(f"{decisions.microbatches} microbatches")
+    if decisions.slices:
+        parts.append(f"{len(decisions.slices)} slices")
+    if decisions.stage_count > 1:
+        parts.append(decisions.schedule)
+    if set(decisions.recompute) != {"none"}:
+        parts.append(f"recompute {'/'.join(dict.fromkeys(decisions.recompute))}")
+    return ", ".join(parts)
 
 
 def _missing_words(result: SearchResult) -> str:
@@ -147,7 +168,7 @@ def sizing_data(request: SizingRequest, trainings: Sequence[SizedTraining]) -> M
 
     answers = answer_sizes(trainings, request.deadline_s)
     return {
-        "model": request.model.name,
+        "model": request.name,
         "job": to_data(request.job),
         "tokens": request.tokens,
         "steps": request.steps,

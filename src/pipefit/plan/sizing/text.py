@@ -15,7 +15,7 @@ def size_headline(request: SizingRequest) -> str:
     job = request.job
     deadline = "" if request.deadline_s is None else f", within {format_days(request.deadline_s / DAY_S)}"
     return (
-        f"{request.model.name}: {format_count(request.tokens)} tokens{deadline}; {request.steps:,.0f} steps of "
+        f"{request.name}: {format_count(request.tokens)} tokens{deadline}; {request.steps:,.0f} steps of "
         f"{job.batch:,} x {job.sequence:,} tokens ({format_count(job.batch * job.sequence)}), {job.precision}, "
         f"{job.optimizer}"
     )
@@ -62,7 +62,7 @@ def size_cells(request: SizingRequest, training: SizedTraining) -> tuple[str, ..
         format_seconds(training.step_s),
         format_days(training.days),
         *(() if request.deadline_s is None else ("yes" if in_time else "no",)),
-        f"{training.device_hours or 0:,.0f}",
+        format_cost(training.device_hours or 0.0),
         *(() if training.cost is None else (format_cost(training.cost),)),
         f"{training.mfu or 0:.1%}",
         f"{training.memory_share or 0:.0%}",
@@ -79,5 +79,5 @@ def format_days(days: float) -> str:
 
 
 def format_cost(cost: float) -> str:
-    """Return a cost without a currency: the prices do not name one."""
+    """Return a cost without a currency, which the prices do not name, or hours of devices."""
     return f"{cost:,.0f}" if cost >= 100 else f"{cost:,.2f}"
