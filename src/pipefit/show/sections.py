@@ -63,12 +63,12 @@ def headline_tiles(
     shown = sorted((column for column in COLUMNS.values() if column.title), key=lambda column: column.is_share)
     entries = [
         *(_figure_tile(column, figures[column.name]) for column in shown),
-        *(_plain_tile(*entry) for entry in extra),
+        *(plain_tile(*entry) for entry in extra),
     ]
     if record is not None and record.steps:
         first, last = record.steps[0], record.steps[-1]
         steps = f"from <b>{first.loss:.3f}</b> over {len(record.steps)} steps"
-        entries.append(_plain_tile("Loss", f"{last.loss:.3f}", steps))
+        entries.append(plain_tile("Loss", f"{last.loss:.3f}", steps))
     return f'<dl class="tiles">{"".join(entries)}</dl>'
 
 
@@ -78,19 +78,20 @@ def _figure_tile(column: ReportColumn, pair: FigurePair) -> str:
 
     if pair.measured is None:
         value = show_value(pair.predicted) if pair.predicted is not None else "not known"
-        return _plain_tile(column.title, value, "predicted")
+        return plain_tile(column.title, value, "predicted")
     if pair.predicted is None:
-        return _plain_tile(column.title, show_value(pair.measured), "measured")
+        return plain_tile(column.title, show_value(pair.measured), "measured")
     if column.is_share:
         off = f"{100 * (pair.predicted - pair.measured):+.1f} points".replace("-", "−")
     else:
         off = f"{100 * (pair.relative_error or 0.0):+.1f} %".replace("-", "−")
-    return _plain_tile(
+    return plain_tile(
         column.title, show_value(pair.measured), f"predicted <b>{show_value(pair.predicted)}</b> ({off})"
     )
 
 
-def _plain_tile(name: str, value: str, small: str) -> str:
+def plain_tile(name: str, value: str, small: str) -> str:
+    """Return a tile: a name, a value and a smaller line below; these two are HTML already."""
     return (
         f'<div class="tile"><dt>{escape_text(name)}</dt><dd class="big">{value}</dd><dd '
         f'class="small">{small}</dd></div>'

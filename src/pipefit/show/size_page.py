@@ -10,7 +10,7 @@ from pipefit.plan.sizing.sizes import DAY_S, SizedTraining, answer_sizes
 from pipefit.plan.sizing.text import format_cost, format_days, size_cells, size_columns, size_headline
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.page import fill_template
-from pipefit.show.sections import section_card
+from pipefit.show.sections import plain_tile, section_card
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 86, 46, 18, 96
 """Size and margins of the drawing, in its own units."""
@@ -41,10 +41,7 @@ def _answer_section(request: SizingRequest, trainings: Sequence[SizedTraining]) 
         if training is not None and training.days is not None:
             cost = "" if training.cost is None else f", {format_cost(training.cost)}"
             value, small = training.size.cluster, f"{format_days(training.days)}{cost}"
-        tiles.append(
-            f"<div><dt>{escape_text(answer.question)}</dt><dd>{escape_text(value)}"
-            f"<small>{escape_text(small)}</small></dd></div>"
-        )
+        tiles.append(plain_tile(answer.question, escape_text(value), escape_text(small)))
     note = (
         '<p class="note">Every cluster is planned by the layout search, from the data sheets of its devices. '
         "<code>pipefit plan</code> searches one cluster further.</p>"
@@ -125,7 +122,7 @@ class _LogScale:
 
 def _draw_axes(x: _LogScale, y: _LogScale, counts: Sequence[int]) -> str:
     parts = []
-    for days in _round_values(y.low, y.high):
+    for days in _round_durations(y.low, y.high):
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(days):.1f}" y2="{y(days):.1f}" stroke="var(--line)"/>'
             f'<text x="{LEFT - 8}" y="{y(days) + 4:.1f}" text-anchor="end">{format_days(days)}</text>'
@@ -140,8 +137,11 @@ def _draw_axes(x: _LogScale, y: _LogScale, counts: Sequence[int]) -> str:
     return "".join(parts)
 
 
-def _round_values(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten between the limits; powers of ten alone over many decades."""
-    steps = (1, 2, 5) if high / low < 1000 else (1,)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+def _round_durations(low: float, high: float) -> list[float]:
+    """Return round numbers of minutes, hours and days between the limits, both in days; at most about ten."""
+    minutes, hours = (1, 2, 5, 10, 20, 30), (1, 2, 4, 12)
+    decades = range(max(0, math.floor(math.log10(low))), max(0, math.ceil(math.log10(high))) + 1)
+    days = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
+    values = [*(count / 1440 for count in minutes), *(count / 24 for count in hours), *days]
+    inside = [value for value in values if low <= value <= high]
+    return inside[:: math.ceil(len(inside) / 10) or 1]
