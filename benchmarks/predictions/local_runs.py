@@ -193,6 +193,7 @@ def run_rank(folder: Path) -> None:
     import torch.distributed as dist
 
     from pipefit.run.config import TrainConfig
+    from pipefit.run.session.process_use import scheduled_s
     from pipefit.run.session.rendezvous import World
     from pipefit.run.session.train import TrainingRun
 
@@ -232,16 +233,6 @@ def run_rank(folder: Path) -> None:
         ]
         (folder / "measured.json").write_text(json.dumps(facts))
     world.stop_group()
-
-
-def scheduled_s() -> tuple[float, float]:
-    """Seconds for which this process's main thread, which computes, had a core, and for which it was ready and had
-    none; (0, 0) where the kernel does not tell."""
-    try:
-        ran, queued = Path("/proc/self/schedstat").read_text().split()[:2]
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    return int(ran) / 1e9, int(queued) / 1e9
 
 
 def compare(plan: Plan, run: dict[str, Any], count: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`pipefit report` as a user calls it: files written, messages, exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -91,3 +92,18 @@ def test_from_a_plan_through_training_to_its_report(tmp_path, pipefit, monkeypat
     measured = [row for row in data["timeline"]["rows"] if row["trace"] == "measured"]
     assert len(measured) == 2 and all("waits" in row for row in measured)
     assert len(data["training"]["loss"]) == 4
+
+
+@pytest.mark.parametrize(("shares", "crowded"), [((0.95, 0.62, 1.0, 1.0), "62%"), ((0.97, 1.0, 0.92, 1.0), "")])
+def test_differences_and_a_busy_machine_are_printed(files, pipefit, monkeypatch, shares, crowded):
+    monkeypatch.chdir(files)
+    trace = json.loads((files / "run" / "trace.json").read_text())
+    for rank, share in zip(trace["ranks"], shares, strict=True):
+        rank["core_share"] = share
+    (files / "run" / "trace.json").write_text(json.dumps(trace))
+    code, out, error = pipefit("report", "run", "--model", "model.json", "-o", "out.html")
+    assert code == 0, error
+    assert re.search(r"step time: \S+ \S+ predicted, \S+ \S+ measured \(-9.1 %\)", out)
+    assert re.search(r"peak memory of a device: .* predicted, .* measured \(-9.1 %\)", out)
+    said = f"had a core for only {crowded} of the time"
+    assert (said in out) == bool(crowded) == (said in (files / "out.html").read_text())

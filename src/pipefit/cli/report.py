@@ -30,8 +30,10 @@ class ReportOptions:
 def command(options: ReportOptions) -> None:
     """Write a self-contained report of RUN_DIR, or of a PLAN alone (predicted only); it opens without a network."""
     from pipefit.codec import write_file
+    from pipefit.show.figures import headline_lines
     from pipefit.show.page import render_report
     from pipefit.show.perfetto import subject_traces, write_perfetto
+    from pipefit.show.sections import crowding_words
     from pipefit.show.subject import open_subject
 
     subject = open_subject(options.path, options.cluster, options.model)
@@ -39,6 +41,9 @@ def command(options: ReportOptions) -> None:
     write_file(options.output, html, "report")
     if options.trace is not None:
         write_perfetto(options.trace, subject_traces(subject), subject.simulation.timeline)
+    for line in (*headline_lines(subject.plan, subject.record), crowding_words(subject.record)):
+        if line:
+            print(line)
     print(f"report written to {options.output} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
     if options.trace is not None:
         print(f"trace written to {options.trace}: open it at https://ui.perfetto.dev")

@@ -107,6 +107,20 @@ def _peak_share_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
     )
 
 
+def headline_lines(plan: Plan, record: RunRecord | None) -> list[str]:
+    """Return `step: 160 ms predicted, 171 ms measured (-6.4 %)` and the same for memory; without a run, nothing."""
+    lines = []
+    for name in ("step_s", "peak_bytes"):
+        column, pair = COLUMNS[name], figures_of(plan, record)[name]
+        if pair.predicted is not None and pair.measured is not None:
+            off = 100 * (pair.relative_error or 0.0)
+            lines.append(
+                f"{column.title.lower()}: {column.format_value(pair.predicted)} predicted, "
+                f"{column.format_value(pair.measured)} measured ({off:+.1f} %)"
+            )
+    return lines
+
+
 def format_percent(share: float) -> str:
     """Format as `12 %`, below ten with one decimal."""
     return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"

@@ -15,6 +15,7 @@ from pipefit.show.html import embed_json, escape_text
 from pipefit.show.record import RunRecord
 from pipefit.show.sections import (
     breakdown_section,
+    crowding_words,
     headline_tiles,
     links_section,
     memory_section,
@@ -128,9 +129,10 @@ def _page_head(subject: ReportSubject) -> str:
         extra.append(
             ("Lower bound", format_seconds(prediction.lower_bound_s), f"the plan is <b>{100 * above:.1f} %</b> above")
         )
-    return f'<h1>{escape_text(_page_title(subject))}</h1><p class="sub">{listed}</p>' + headline_tiles(
-        figures_of(plan, subject.record), subject.record, extra
-    )
+    crowding = crowding_words(subject.record)
+    warning = f'<p class="warning">{escape_text(crowding)}</p>' if crowding else ""
+    tiles = headline_tiles(figures_of(plan, subject.record), subject.record, extra)
+    return f'<h1>{escape_text(_page_title(subject))}</h1><p class="sub">{listed}</p>{tiles}{warning}'
 
 
 def _action_kinds(traces: list[StepTrace]) -> set[str]:

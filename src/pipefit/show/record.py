@@ -63,6 +63,12 @@ class RunRecord:
         return max(1, len(self.steps) // 10) if len(self.steps) > 1 else 0
 
     @property
+    def core_share(self) -> float | None:
+        """Return the smallest share of the time in which a process had a core of its machine; None if not recorded."""
+        facts = self.trace.facts.values() if self.trace is not None else ()
+        return min((fact.core_share for fact in facts if fact.core_share is not None), default=None)
+
+    @property
     def peak_bytes(self) -> Mapping[int, float]:
         """Return the measured peak of every device that recorded one; rank 0 also from the metrics."""
         peaks = {}

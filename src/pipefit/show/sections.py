@@ -72,6 +72,21 @@ def headline_tiles(
     return f'<dl class="tiles">{"".join(entries)}</dl>'
 
 
+CROWDED = 0.9
+"""Share of the time with a core below which a run was slowed by a busy machine."""
+
+
+def crowding_words(record: RunRecord | None) -> str:
+    """Return a sentence for a run whose processes lacked cores of their machine, '' for any other."""
+    share = None if record is None else record.core_share
+    if share is None or share >= CROWDED:
+        return ""
+    return (
+        f"A process of this run had a core for only {share:.0%} of the time that it could compute: other work, or more "
+        "processes than cores, slowed the run."
+    )
+
+
 def _figure_tile(column: ReportColumn, pair: FigurePair) -> str:
     def show_value(value: float) -> str:
         return escape_text(column.format_value(value))
@@ -85,9 +100,7 @@ def _figure_tile(column: ReportColumn, pair: FigurePair) -> str:
         off = f"{100 * (pair.predicted - pair.measured):+.1f} points".replace("-", "−")
     else:
         off = f"{100 * (pair.relative_error or 0.0):+.1f} %".replace("-", "−")
-    return plain_tile(
-        column.title, show_value(pair.measured), f"predicted <b>{show_value(pair.predicted)}</b> ({off})"
-    )
+    return plain_tile(column.title, show_value(pair.measured), f"predicted <b>{show_value(pair.predicted)}</b> ({off})")
 
 
 def plain_tile(name: str, value: str, small: str) -> str:

@@ -50,7 +50,9 @@ class DeviceFacts:
     data_s: float | None = None
     "Seconds spent preparing the step's data before the first action."
     memory_bytes: float | None = None
-    "Peak memory of the process or device."
+    "Peak memory of the device; on the CPU, of the process without Python and its libraries."
+    core_share: float | None = None
+    "Share of the time in which the process could compute and had a core of its machine, up to the traced step."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,8 @@ def from_timeline(timeline: Timeline) -> StepTrace:
 
 
 def trace_document(plan_hash: str, step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the content of `trace.json`. An entry of `ranks` has rank, spans, and optionally data_s and
-    memory_bytes."""
+    """Return the content of `trace.json`. An entry of `ranks` has rank, spans, and optionally data_s,
+    memory_bytes and core_share."""
     return {"format": FORMAT, "version": VERSION, "plan": plan_hash, "step": step, "ranks": list(ranks)}
 
 
@@ -116,6 +118,7 @@ def read_trace(path: Path, plan: Plan) -> StepTrace | None:
             rank=entry["rank"],
             data_s=_read_fact(entry, "data_s", where),
             memory_bytes=_read_fact(entry, "memory_bytes", where),
+            core_share=_read_fact(entry, "core_share", where),
         )
     rows.sort(key=lambda row: (row.lane, row.device or 0))
     return StepTrace(name="measured", rows=_align_rows(rows), step=data["step"], facts=facts)

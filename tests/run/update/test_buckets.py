@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipefit.errors import PlanError, RunError
 from pipefit.layout import Mesh, MeshAxis, held_box, parse_form
 from pipefit.optimizers import FlatPiece, OptimizerState, find_optimizer
-from pipefit.run.session.metrics import PeakFlops, RunLog, device_memory, find_peak, format_step, step_metrics
+from pipefit.run.session.metrics import PeakFlops, RunLog, find_peak, format_step, step_metrics
 from pipefit.run.stage.initial_values import initial_value
 from pipefit.run.transfers.pieces import incoming_pieces, outgoing_pieces
 from pipefit.run.update.buckets import BucketEntry, make_buckets
@@ -296,5 +296,3 @@ def test_metrics_say_what_torchtitan_says(tmp_path):
 def test_the_peak_says_where_it_comes_from():
     peak = find_peak(torch.device("cpu"), "float32", 2)
     assert peak.flops_per_s > 0 and peak.source.startswith("assumed")
-    used, whole = device_memory(torch.device("cpu"))
-    assert 0 < used < whole

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -46,7 +45,7 @@ class StepMetrics:
     tokens: int
     "Tokens of the whole step."
     memory_bytes: int
-    "Peak of rank 0: allocated on CUDA, resident on CPU."
+    "Peak of rank 0: allocated on CUDA, resident without Python and its libraries on the CPU."
     memory_share: float
     "Fraction of the device's memory."
     tps: float
@@ -99,15 +98,6 @@ def format_step(metrics: StepMetrics) -> str:
         f"memory: {metrics.memory_bytes / GIB:5.2f}GiB({metrics.memory_share:.1%})  "
         f"tps: {round(metrics.tps):,}  tflops: {metrics.tflops:.3g}  mfu: {mfu}"
     )
-
-
-def device_memory(device: torch.device, sharing: int = 1) -> tuple[int, int]:
-    """Return (peak bytes used by this process, bytes of the device); `sharing` CPU processes share the machine's
-    memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024), _machine_bytes(sharing)
 
 
 def find_peak(device: torch.device, precision: str, sharing: int = 1) -> PeakFlops:
@@ -203,9 +193,3 @@ def open_board(directory: Path) -> Any:
             "TensorBoard is not installed.", where="--tensorboard", next_step="pip install 'pipefit[tensorboard]'"
         ) from None
     return SummaryWriter(str(directory))
-
-
-def _machine_bytes(sharing: int) -> int:
-    from pipefit.cluster import local_cluster
-
-    return local_cluster(sharing).kinds["cpu"].memory_bytes

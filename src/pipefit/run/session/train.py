@@ -33,7 +33,8 @@ from pipefit.run.config import TrainConfig
 from pipefit.run.inputs.feeding import BatchSource, SampleBatchSource, TextBatchSource
 from pipefit.run.inputs.image_feeding import ImageBatchSource, is_multimodal, mean_sizes, open_images
 from pipefit.run.session.faults import injected_fault, name_ranks
-from pipefit.run.session.metrics import RunLog, device_memory, find_peak, step_metrics
+from pipefit.run.session.metrics import RunLog, find_peak, step_metrics
+from pipefit.run.session.process_use import ProcessUse
 from pipefit.run.session.rendezvous import World
 from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
@@ -70,6 +71,7 @@ class TrainingRun:
         """Build the worker and its state once the batch source, with its worker processes, is open."""
         plan, config, world = self.plan, self.config, self.world
         world.require_agreement("corpus", self.feeding.digest, corpus_mismatch)
+        self.use = ProcessUse(world.device, world.local_size)
         value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, CommGroups(world.device), world.device, optimizer, value=value)
         elements = sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets)
@@ -122,7 +124,7 @@ class TrainingRun:
                         step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
                         tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
                         devices=len(self.plan.used_devices), peak=peak,
-                        memory=device_memory(self.world.device, self.world.local_size), data_s=data_s / steps,
+                        memory=self.use.peak_memory(), data_s=data_s / steps,
                     )
                 )  # fmt: skip
                 since, steps, data_s = now, 0, 0.0
@@ -139,7 +141,7 @@ class TrainingRun:
         evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
         saves = last or bool(config.save_every and done % config.save_every == 0)
         if self.worker.tracing:
-            write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s)
+            write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s, self.use)
         if evaluates:
             self.evaluate_loss(done, log)
             self.report_broken(done, log)
@@ -389,13 +391,14 @@ def keep_token_ids(source: str, config: Path) -> None:
         config.write_text(json.dumps({**written, **ids}, indent=2) + "\n", encoding="utf-8")
 
 
-def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: float) -> None:
+def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: float, use: ProcessUse) -> None:
     """Write the measured times of one step's actions on every rank, in the format of docs/reference/report.md."""
     columns = zip(worker.trace, worker.trace_waits_s, strict=True)
     rank_record = {
         "rank": world.rank,
         "data_s": data_s,
-        "memory_bytes": device_memory(world.device, world.local_size)[0],
+        "memory_bytes": use.peak_memory()[0],
+        "core_share": use.core_share(),
         "spans": [[str(span.action), span.start_s, span.stop_s, wait_s] for span, wait_s in columns],
     }
     everyone: list[Any] = [rank_record]
