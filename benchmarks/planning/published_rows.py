@@ -18,10 +18,15 @@ from pipefit.cluster.kinds import RESERVED_SHARE
 from pipefit.cluster.types import Cluster
 from pipefit.codec import from_data
 from pipefit.plan.types import Job
+from pipefit.precision import Precision
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "published_configurations.json"
 
-ASSUMED_NETWORK: Mapping[str, str] = {"A100-80": "1600Gbit/s"}
+ASSUMED_NETWORK: Mapping[str, str] = {
+    "A100-80": "1600Gbit/s",
+    "GB200": "64x400Gbit/s",
+    "GB300": "64x800Gbit/s",
+}
 """Bandwidth of a host where the source does not give it, by device; `DEFAULT_NETWORK` for all others."""
 
 DEFAULT_NETWORK = "3200Gbit/s"
@@ -99,6 +104,8 @@ class PublishedRow:
     sources: tuple[str, ...]
     where: str
     note: str = ""
+    gradients: str | None = None
+    "Type in which gradients are added up and reduced; None: float32, or not said."
 
     @property
     def devices(self) -> int:
@@ -112,7 +119,8 @@ class PublishedRow:
     @property
     def job(self) -> Job:
         """The job in bfloat16, which the planner knows: 16 bits, and of the same rate as float16."""
-        return Job(batch=self.batch, sequence=self.sequence, precision="bfloat16")
+        precision: Precision = "bfloat16-gradients" if self.gradients == "bfloat16" else "bfloat16"
+        return Job(batch=self.batch, sequence=self.sequence, precision=precision)
 
     @property
     def request(self) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from benchmarks.planning.published import (
     time_plan,
 )
 from benchmarks.planning.published_rows import (
+    PublishedDevice,
     PublishedRow,
     cluster_of,
     constraint_texts,
@@ -111,8 +112,9 @@ def test_expert_parallelism_is_within_data_and_tensor_parallelism() -> None:
 
 
 def test_missing_devices_and_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="B200"):
-        cluster_of(ROWS["bridge-llama3-8b-b200"], PUBLISHED)
+    future = replace(PUBLISHED, devices={"B200": PublishedDevice(kind="B2000", source="none")})
+    with pytest.raises(ClusterError, match="B2000"):
+        cluster_of(ROWS["bridge-llama3-8b-b200"], future)
     with pytest.raises(ModelError, match="not known"):
         resolve_model(model_source(ROWS["nemo-deepseek-v3"], PUBLISHED, tmp_path))
 
@@ -120,15 +122,15 @@ def test_missing_devices_and_models_are_refused(tmp_path: Path) -> None:
 def test_rows_lack_devices_and_models_alone(tmp_path: Path) -> None:
     maker = PlanMaker(PUBLISHED, RunLimits(pinned_s=1, free_s=1, max_devices=1), tmp_path)
     lacking = {row.name: {*find_obstacles(row, maker)} for row in PUBLISHED.rows}
-    assert set().union(*lacking.values()) == {"device", "model"}
-    assert lacking["bridge-deepseek-v3"] == {"model"} and lacking["bridge-qwen3-235b-gb300"] == {"device"}
+    assert set().union(*lacking.values()) == {"model"}
+    assert lacking["bridge-deepseek-v3"] == {"model"} and not lacking["bridge-qwen3-235b-gb300"]
     assert not lacking["sc21-1t"] and not lacking["titan-405b-cp8"]
     assert sum(not axes for axes in lacking.values()) >= 100
 
 
 def test_cluster_has_the_published_devices() -> None:
     for row in PUBLISHED.rows:
-        if row.device not in ("B200", "GB200", "GB300") and row.devices <= 64:
+        if row.devices <= 64:
             assert device_count(cluster_of(row, PUBLISHED)) == row.devices
     kind = cluster_of(ROWS["titan-8b-8"], PUBLISHED).kinds["H100"]
     assert kind.memory_bytes == round(96e9 * (1 - RESERVED_SHARE)) and kind.memory_bandwidth_bytes_per_s == 2.4e12
@@ -190,6 +192,6 @@ def test_quick_compares_small_rows(tmp_path: Path) -> None:
     assert str(ROOT) not in text and str(tmp_path) not in text
     result = json.loads(text)
     assert {"commit", "date", "machine", "packages", "command", "python"} <= set(result["provenance"])
-    assert result["verdicts"]["outcomes"] == {"planned": 3, "not expressible": 1}
-    assert result["verdicts"]["compared"] == 3 and set(result["verdicts"]["not expressible"]) == {"device"}
-    assert done.stdout.count("planned") == 4
+    assert result["verdicts"]["outcomes"] == {"planned": 4}
+    assert result["verdicts"]["compared"] == 4 and not result["verdicts"]["not expressible"]
+    assert done.stdout.count("planned") == 5
