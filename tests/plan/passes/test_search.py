@@ -164,7 +164,7 @@ def test_bounds_of_v_placements_and_slices_hold() -> None:
 
 def test_leaving_slow_devices_idle_is_a_choice() -> None:
     """With links this slow, one device alone beats any plan that talks."""
-    cluster = plain_spec("4x1xA100-80:1kB/s")
+    cluster = plain_spec("4x1xA100-80:1MB/s")
     plan = make_plan(toy_model(3), cluster, JOB)
     assert len(plan.used_devices) == 1
     assert "devices" not in plan.decisions and plan.decisions["replicas"] == plan.decisions["stages"] == "1"
