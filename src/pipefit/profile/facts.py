@@ -43,9 +43,10 @@ class DeviceRates:
 
 
 def middle_rates(each: Sequence[DeviceRates]) -> DeviceRates:
-    """Return the median of several devices of one kind."""
+    """Return the median of several devices of one kind, for the number types that all of them measured."""
+    common = [name for name in each[0].flops_per_s if all(name in rates.flops_per_s for rates in each)]
     return DeviceRates(
-        flops_per_s={name: statistics.median(r.flops_per_s[name] for r in each) for name in DTYPES},
+        flops_per_s={name: statistics.median(r.flops_per_s[name] for r in each) for name in common},
         memory_bandwidth_bytes_per_s=statistics.median(r.memory_bandwidth_bytes_per_s for r in each),
         operator_s=statistics.median(r.operator_s for r in each),
     )
