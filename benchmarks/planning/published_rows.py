@@ -29,6 +29,9 @@ ASSUMED_NETWORK: Mapping[str, str] = {
 }
 """Bandwidth of a host where the source does not give it, by device; `DEFAULT_NETWORK` for all others."""
 
+FLOAT8 = ("float8", "mxfp8")
+"""Precisions of rows that run the linear layers of blocks in eight bits; MXFP8 scales blocks of 32 numbers apart."""
+
 DEFAULT_NETWORK = "3200Gbit/s"
 
 
@@ -118,8 +121,11 @@ class PublishedRow:
 
     @property
     def job(self) -> Job:
-        """The job in bfloat16, which the planner knows: 16 bits, and of the same rate as float16."""
-        precision: Precision = "bfloat16-gradients" if self.gradients == "bfloat16" else "bfloat16"
+        """The job in FP8 or bfloat16. bfloat16 stands for float16, which is as wide and as fast."""
+        narrow = self.gradients == "bfloat16"
+        precision: Precision = "bfloat16-gradients" if narrow else "bfloat16"
+        if self.precision in FLOAT8:
+            precision = "fp8-bfloat16-gradients" if narrow else "fp8"
         return Job(batch=self.batch, sequence=self.sequence, precision=precision)
 
     @property
@@ -169,8 +175,8 @@ def constraint_texts(row: PublishedRow) -> tuple[str, ...]:
 def approximations(row: PublishedRow, file: PublishedFile) -> tuple[str, ...]:
     """Return the differences between a row and its request."""
     notes = []
-    if row.precision not in ("bfloat16", "float16"):
-        notes.append(f"{row.precision} as bfloat16")
+    if row.precision not in ("bfloat16", "float16", "float8"):
+        notes.append(f"{row.precision} as {'float8' if row.precision in FLOAT8 else 'bfloat16'}")
     if row.hosts > 1 and row.network is None:
         notes.append(f"network of {network_of(row)} a host assumed")
     return tuple(notes)

@@ -3,7 +3,9 @@
 Mixed precision follows Megatron and torchtitan: `bfloat16` has float32 gradients, master weights and optimizer state.
 `bfloat16-gradients` accumulates and reduces the gradients in bfloat16, as Megatron does without
 `--accumulate-allreduce-grads-in-fp32`. `tf32` keeps everything in float32 and rounds the inputs of matrix products to
-TF32, where the device has units for it.
+TF32, where the device has units for it. `fp8` is `bfloat16` with the linear layers of blocks in FP8
+(`model/analysis/narrow_products.py`): each factor is scaled by its largest value when it is used.
+`fp8-bfloat16-gradients` accumulates and reduces gradients in bfloat16, as NVIDIA's recipes do.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-Precision = Literal["float64", "float32", "tf32", "bfloat16", "bfloat16-gradients"]
+Precision = Literal["float64", "float32", "tf32", "bfloat16", "bfloat16-gradients", "fp8", "fp8-bfloat16-gradients"]
 
 
 class NumberTypes(NamedTuple):
     """Number types of a training job, as PyTorch names them."""
 
     product: str
-    "Of matrix products; the peaks of a device have this name. `tf32` is no type of tensors."
+    "Of matrix products; the peaks of a device have this name. `tf32` and `fp8` are no types of whole tensors."
     compute: str
     "Of parameters and activations."
     gradient: str
@@ -33,6 +35,8 @@ NUMBER_TYPES: Mapping[Precision, NumberTypes] = {
     "tf32": NumberTypes("tf32", "float32", "float32", "float32"),
     "bfloat16": NumberTypes("bfloat16", "bfloat16", "float32", "float32"),
     "bfloat16-gradients": NumberTypes("bfloat16", "bfloat16", "bfloat16", "float32"),
+    "fp8": NumberTypes("fp8", "bfloat16", "float32", "float32"),
+    "fp8-bfloat16-gradients": NumberTypes("fp8", "bfloat16", "bfloat16", "float32"),
 }
 
 PRODUCT_TYPE: Mapping[Precision, str] = {precision: types.product for precision, types in NUMBER_TYPES.items()}
@@ -40,3 +44,6 @@ PRODUCT_TYPE: Mapping[Precision, str] = {precision: types.product for precision,
 
 COMPUTE_TYPE: Mapping[Precision, str] = {precision: types.compute for precision, types in NUMBER_TYPES.items()}
 """Type of parameters and activations."""
+
+NARROW: tuple[Precision, ...] = ("fp8", "fp8-bfloat16-gradients")
+"""Precisions that run some products in a narrower type than the activations."""

@@ -32,7 +32,7 @@ class ShardOptions:
     microbatches: int = 1
     "Microbatches of a step."
     precision: str = "bfloat16"
-    "bfloat16 (float32 gradients), bfloat16-gradients, tf32, float32 or float64."
+    "bfloat16 (float32 gradients), bfloat16-gradients, tf32, float32, float64, or fp8 (in blocks)."
     as_json: bool = False
     "Print the program and its costs as JSON."
 

@@ -40,7 +40,7 @@ class SizeOptions:
     prices: Path | None = None
     "A CSV file with the columns device and price (of one device for an hour)."
     precision: str = "bfloat16"
-    "bfloat16 (float32 gradients), bfloat16-gradients, tf32, float32 or float64."
+    "bfloat16 (float32 gradients), bfloat16-gradients, tf32, float32, float64, or fp8 (in blocks)."
     optimizer: str = "adamw"
     "The optimizer, from which memory follows; a wrong name lists them."
     fix: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from pipefit.cluster.spec import local_cluster
 from pipefit.lab import pace
 from pipefit.profile.environment import cpu_model, machine_fingerprint
 from pipefit.profile.facts import CPU, DTYPES, DeviceRates, ProfileMember
-from pipefit.run.stage.products import use_product_type
+from pipefit.run.stage.products import TENSOR_TYPE, use_product_type
 
 _SIZE = {"cpu": 768, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed."""
@@ -63,11 +63,11 @@ def measure_rates(device: torch.device, repeats: int = 5) -> DeviceRates:
     size = _SIZE[device.type]
     flops: dict[str, float] = {}
     for name in DTYPES:
-        use_product_type(name)
-        dtype = getattr(torch, "float32" if name == "tf32" else name)
+        use_product_type(name, device)
+        dtype = getattr(torch, TENSOR_TYPE.get(name, name))
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         flops[name] = 2 * size**3 / _best_time(lambda a=a, b=b: a @ b, device, repeats)  # type: ignore[misc]
-    use_product_type("float32")
+    use_product_type("float32", device)
     source = torch.zeros(64 * 2**20 // (1 if device.type == "cuda" else 4), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() * 4 / _best_time(lambda: target.copy_(source), device, repeats)

@@ -20,7 +20,7 @@ from pipefit.lab import pace
 from pipefit.model.graph import Graph, Operator, TensorSpec, size_value
 from pipefit.profile.points import WorkPoint, sizes_at
 from pipefit.run.session.faults import is_out_of_memory
-from pipefit.run.stage.products import use_product_type
+from pipefit.run.stage.products import TENSOR_TYPE, use_product_type
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.stage_inputs import StageInputs
 
@@ -78,12 +78,12 @@ class StageBench:
 
     def __init__(self, layers: Sequence[StageLayer], dtype: str, device: torch.device) -> None:
         self.layers, self.device, self.product_type = layers, device, dtype
-        self.dtype = getattr(torch, "float32" if dtype == "tf32" else dtype)
+        self.dtype = getattr(torch, TENSOR_TYPE.get(dtype, dtype))
         self._programs: dict[bool, StageProgram] = {}
 
     def visit_point(self, point: WorkPoint, window_s: float = WINDOW_S) -> Visit:
         """Run (F, B, F, I, W) at `point` for `window_s`, at least once, and return the seconds of each."""
-        use_product_type(self.product_type)
+        use_product_type(self.product_type, self.device)
         program = self._stage_program(sliced=bool(point.past))
         program.begin_step(0, point.rows * point.tokens)
         slice_, start = len(point.earlier_slices), 0
@@ -122,7 +122,13 @@ class StageBench:
         if sliced not in self._programs:
             slice_count = MOST_SLICES if sliced else 1
             program = pace.pace_program(
-                StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=slice_count)
+                StageProgram(
+                    self.layers,
+                    device=self.device,
+                    dtype=self.dtype,
+                    products=self.product_type,
+                    slices=slice_count,
+                )
             )
             wide = torch.promote_types(self.dtype, torch.float32)
             buffers = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, fsum
@@ -39,8 +39,11 @@ class OperatorPricing:
         shapes: Mapping[str, Shape],
         tensors: Mapping[str, TensorSpec],
         parameters: Mapping[str, ParameterSpec],
+        narrow: Collection[str] = (),
     ) -> None:
+        """`narrow` names the outputs of products that run in FP8 under such a precision."""
         self.setting, self.shapes, self.tensors, self.parameters = setting, shapes, tensors, parameters
+        self.narrow = narrow
 
     def pass_lines(self, operator: Operator, labelled: OperatorLabels, label: str) -> tuple[tuple[Lines, ...], ...]:
         """Return the passes of an operator per device kind, as lines in the fraction of `label` ('': not split).
@@ -87,7 +90,8 @@ class OperatorPricing:
         the position of its first query, if its queries are fewer than its keys."""
         graph = self.isolated_graph(operator, labelled, label, times)
         sizes = {**self.setting.symbol_sizes, FIRST_QUERY: first}
-        return operator_work(graph, graph.operators[0], sizes, self.setting.precision)
+        narrow = operator.outputs[0] in self.narrow
+        return operator_work(graph, graph.operators[0], sizes, self.setting.precision, narrow)
 
     def price_exchanges(
         self, operator: Operator, labelled: OperatorLabels, label: str, cut: int, earlier: int

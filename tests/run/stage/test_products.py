@@ -24,7 +24,7 @@ def kept_setting() -> Iterator[None]:
 
 def test_only_tf32_lets_products_round() -> None:
     for name in ("tf32", "float32", "tf32", "bfloat16"):
-        use_product_type(name)
+        use_product_type(name, torch.device("cpu"))
         wanted = name == "tf32"
         assert torch.backends.cuda.matmul.allow_tf32 is wanted and torch.backends.cudnn.allow_tf32 is wanted
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.model.ops import OperatorKind
-from pipefit.precision import PRODUCT_TYPE, Precision
+from pipefit.precision import COMPUTE_TYPE, NARROW, PRODUCT_TYPE, Precision
 
 
 class PassWork(NamedTuple):
@@ -28,6 +28,8 @@ class PassWork(NamedTuple):
     "Everything that is read and written once."
     weight_bytes: float = 0.0
     "The part of `moved_bytes` that are parameters and their gradients."
+    quantized_bytes: float = 0.0
+    "Moved to turn the factors of a product into FP8; 0: the product runs in the type of the activations."
 
 
 class KernelTime(NamedTuple):
@@ -46,12 +48,15 @@ class KernelTime(NamedTuple):
 
 def kernel_time(work: PassWork, operator: OperatorKind, kind: DeviceKind, precision: Precision) -> KernelTime:
     """Return the time of one pass of an operator on a device of this kind."""
-    peak = kind.peak_flops_per_s[PRODUCT_TYPE[precision]]
+    narrow = work.quantized_bytes > 0 or precision not in NARROW
+    peak = kind.peak_flops_per_s[(PRODUCT_TYPE if narrow else COMPUTE_TYPE)[precision]]
     bandwidth = kind.memory_bandwidth_bytes_per_s
     if operator.kind == "attention" and kind.attention_efficiency is not None:
         return KernelTime(work.flops / (peak * kind.attention_efficiency), work.moved_bytes / bandwidth, False)
     compute_s = work.flops / (peak * kind.efficiency)
     if work.flops and kind.product_traffic is not None:
         moved_bytes = kind.product_traffic * (work.moved_bytes - work.weight_bytes) + work.weight_bytes
+        moved_bytes += work.quantized_bytes
         return KernelTime(compute_s, moved_bytes / bandwidth, True)
-    return KernelTime(compute_s, work.moved_bytes / (bandwidth * kind.bandwidth_efficiency), False)
+    moved_bytes = work.moved_bytes + work.quantized_bytes
+    return KernelTime(compute_s, moved_bytes / (bandwidth * kind.bandwidth_efficiency), False)

@@ -10,11 +10,12 @@ from pipefit.cluster.types import DeviceKind
 from pipefit.cost.compute.kernel_time import PassWork, kernel_time
 from pipefit.cost.compute.shard_exchanges import BACKWARD, OperatorExchanges, operator_exchanges
 from pipefit.cost.static_memory import COMPUTE_BYTES
+from pipefit.model.analysis.narrow_products import QUANTIZED_BYTES, has_narrow_product
 from pipefit.model.analysis.totals import executed_flops, made_from_data, operator_traffic_bytes
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, OperatorKind
 from pipefit.model.ops.unshard import stored_weights
-from pipefit.precision import Precision
+from pipefit.precision import NARROW, Precision
 
 Times = tuple[float, float, float]
 """Seconds of an operator's forward, input gradient and weight gradient."""
@@ -85,9 +86,12 @@ def exchanges_s(exchanges: OperatorExchanges, collective: CollectiveTime | None)
 
 
 def operator_work(
-    graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
+    graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision, narrow: bool | None = None
 ) -> tuple[PassWork | None, PassWork | None, PassWork | None]:
-    """Return the work of an operator's forward, input gradient and weight gradient; None for a missing pass."""
+    """Return the work of an operator's forward, input gradient and weight gradient; None for a missing pass.
+
+    `narrow`: whether a product runs in FP8 under such a precision; None: as the graph of a whole layer tells.
+    """
     if KINDS[operator.kind].view:
         return None, None, None
     width = COMPUTE_BYTES[precision]
@@ -99,14 +103,27 @@ def operator_work(
     # the output comes on top. A weight gradient is added into a buffer: one read and one write.
     back = traffic if flops.input_gradient else traffic + outputs
     stored = parameters * width
-    forward = PassWork(flops.forward, traffic, stored)
-    input_ = PassWork(flops.input_gradient, back, stored) if _has_input_gradient(graph, operator) else None
+    casts = (0.0, 0.0, 0.0)
+    if precision in NARROW and (has_narrow_product(graph, operator) if narrow is None else narrow):
+        casts = _quantized_bytes(graph, operator, symbols)
+    forward = PassWork(flops.forward, traffic, stored, casts[0])
+    input_ = PassWork(flops.input_gradient, back, stored, casts[1]) if _has_input_gradient(graph, operator) else None
     if not parameters:
         return forward, input_, None
     gradient = 2 * parameters * max(4, width)
     if not flops.weight_gradient:
         return forward, input_, PassWork(0, gradient, gradient)
-    return forward, input_, PassWork(flops.weight_gradient, traffic + gradient, stored + gradient)
+    return forward, input_, PassWork(flops.weight_gradient, traffic + gradient, stored + gradient, casts[2])
+
+
+def _quantized_bytes(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Times:
+    """Return the bytes that turn the factors of each pass of a linear layer into FP8."""
+    rows = element_count(graph.find_tensor(operator.inputs[0]).shape, symbols)
+    outputs = element_count(graph.find_tensor(operator.outputs[0]).shape, symbols)
+    weights = element_count(stored_weights(graph)[operator.inputs[1]].shape, {})
+    pairs = ((rows, weights), (outputs, weights), (outputs, rows))
+    forward, input_, weight = (float(QUANTIZED_BYTES * (left + right)) for left, right in pairs)
+    return forward, input_, weight
 
 
 def _has_input_gradient(graph: Graph, operator: Operator) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,17 @@ from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.feasibility import some_plan_fits
 from pipefit.plan.request.constraints import Constraints, describe_choices
 from pipefit.plan.types import Job
+from pipefit.precision import Precision
 from pipefit.units import format_bytes
 
 ENOUGH = 16
 """Largest factor by which a change scales the cluster or the job."""
+
+
+NARROWER_GRADIENTS: Mapping[Precision, Precision] = {
+    "bfloat16": "bfloat16-gradients",
+    "fp8": "fp8-bfloat16-gradients",
+}
 
 
 def does_not_fit(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> DoesNotFitError:
@@ -54,9 +61,10 @@ def _candidate_changes(
     for key in constraints.to_mapping():
         freed: dict[str, Any] = dict.fromkeys(("shards", "sharding") if key == "shards" else (key,))
         yield f"drop --fix {key}: without it a plan fits", None, job, replace(constraints, **freed)
-    if job.precision == "bfloat16":
-        narrower = replace(job, precision="bfloat16-gradients")
-        yield "use --precision bfloat16-gradients: half the memory of gradients", None, narrower, constraints
+    narrower = NARROWER_GRADIENTS.get(job.precision)
+    if narrower is not None:
+        words = f"use --precision {narrower}: half the memory of gradients"
+        yield words, None, replace(job, precision=narrower), constraints
     factor = 2
     while factor <= ENOUGH:
         grown = grow_cluster(context.cluster, factor)

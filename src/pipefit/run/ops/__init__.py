@@ -59,6 +59,8 @@ class OperatorContext:
     "The stage's ShardContext along its context axis, whose devices hold parts of each sequence; or None."
     experts: Any = None
     "The stage's ShardContext over its expert axis and its shards together, which divide experts; or None."
+    products: str = ""
+    "`fp8`: linear layers of blocks multiply in FP8. Any other name: in `dtype`."
     modules: Mapping[str, torch.nn.Module] | None = None
     "The user's modules that could not be captured, by the key of their opaque operator."
 

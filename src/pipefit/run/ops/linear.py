@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from pipefit.model.analysis.narrow_products import has_narrow_product
 from pipefit.model.graph import Operator
+from pipefit.run.autograd.float8 import GRADIENT_TYPE, divides_evenly, scaled_product
 from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
@@ -37,12 +39,16 @@ class _LinearFunction(torch.autograd.Function):
         record: SavedForward,
         layer: int,
         accumulate: Any,
+        narrow: bool,
     ) -> torch.Tensor:
-        ctx.handles, ctx.record, ctx.layer, ctx.accumulate = handles, record, layer, accumulate
+        ctx.handles, ctx.record, ctx.layer, ctx.accumulate, ctx.narrow = handles, record, layer, accumulate, narrow
         weight, bias = handles
         ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
         ctx.save_for_backward(x if ctx.trains else None)
-        return functional.linear(x, whole_weight(weight), whole_weight(bias))
+        if not narrow:
+            return functional.linear(x, whole_weight(weight), whole_weight(bias))
+        y = scaled_product(x.reshape(-1, x.shape[-1]), whole_weight(weight)).reshape(*x.shape[:-1], -1)
+        return y if bias is None else y + whole_weight(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -54,8 +60,30 @@ class _LinearFunction(torch.autograd.Function):
                 ctx.accumulate(weight, bias, x, dy)
             else:
                 deferred.append(DeferredGradient(ctx.layer, ctx.accumulate, (weight, bias, x.detach(), dy)))
-        dx = dy @ whole_weight(weight) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None, None, None
+        dx = input_gradient(dy, whole_weight(weight), ctx.narrow) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None, None, None
+
+
+def input_gradient(dy: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torch.Tensor:
+    """Return dy weight, in FP8 if `narrow`."""
+    if not narrow:
+        return dy @ weight
+    flat = dy.reshape(-1, dy.shape[-1])
+    return scaled_product(flat, weight.t(), GRADIENT_TYPE).reshape(*dy.shape[:-1], -1)
+
+
+def accumulate_narrow(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Add the gradients of a linear layer as `accumulate_linear` does, with the product in FP8 if the number of rows
+    allows it."""
+    flat, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    if not divides_evenly(len(flat)):
+        accumulate_linear(weight, bias, flat, dy)
+        return
+    if weight.requires_grad:
+        product = scaled_product(dy.t(), flat.t(), GRADIENT_TYPE, torch.float32)
+        add_gradient(weight, lambda buffer: buffer.add_(product))
+    if bias is not None and bias.requires_grad:
+        add_gradient(bias, lambda buffer: buffer.add_(dy.sum(0, dtype=buffer.dtype)))
 
 
 def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -74,10 +102,12 @@ def apply_linear(
     record: SavedForward,
     layer: int,
     accumulate: Accumulate = accumulate_linear,
+    narrow: bool = False,
 ) -> Any:
-    """Return x weight^T + bias. Parameters may be stored sharded; `accumulate` adds their gradients to the buffers."""
+    """Return x weight^T + bias. Parameters may be stored sharded; `accumulate` adds their gradients to the buffers.
+    `narrow`: the products of the forward and of the input gradient run in FP8."""
     return _LinearFunction.apply(
-        x, leaf_parameter(weight), leaf_parameter(bias), (weight, bias), record, layer, accumulate
+        x, leaf_parameter(weight), leaf_parameter(bias), (weight, bias), record, layer, accumulate, narrow
     )
 
 
@@ -105,9 +135,19 @@ def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((buffer == 16).all())
 
 
+def runs_narrow(operator: Operator, context: OperatorContext) -> bool:
+    """Return whether the products of an operator run in FP8."""
+    return context.products == "fp8" and has_narrow_product(context.graph, operator)
+
+
 def build_linear(operator: Operator, context: OperatorContext) -> OperatorStep:
     layer = context.layer
-    return OperatorStep(lambda record, x, weight, bias: apply_linear(x, weight, bias, record, layer), wants_record=True)
+    narrow = runs_narrow(operator, context)
+    accumulate = accumulate_narrow if narrow else accumulate_linear
+    return OperatorStep(
+        lambda record, x, weight, bias: apply_linear(x, weight, bias, record, layer, accumulate, narrow),
+        wants_record=True,
+    )
 
 
 BUILDERS = {"linear": build_linear}

@@ -56,6 +56,7 @@ class StageProgram:
         recompute: Literal["none", "selective", "full"] = "none",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        products: str = "",
         shard: ShardContext | None = None,
         sequence: ShardContext | None = None,
         experts: ShardContext | None = None,
@@ -69,17 +70,18 @@ class StageProgram:
         side_loss: str = "",
         released: Collection[str] = (),
     ) -> None:
-        """`dtype` is the computing type; `slices` is the number of slices per microbatch; `first_layer_index` is the
-        index of the first layer in the model; `modules` are the user's own, for opaque operators; `backend` compiles
-        pointwise regions (a torch.compile backend, None for eager; auto: inductor on CUDA). Without `backward` a
-        forward saves nothing: the stage and all stages before it are frozen. Without `input_gradient` all stages before
-        it are. `side_loss` is the last layer's name for a loss besides the hidden state. `sequence` is the position on
-        the context axis, if there is one, and `experts` that on an expert axis and its shards together. The parameters
-        named in `released` get their storage from sharded layers (ZeRO-3)."""
+        """`dtype` is the computing type, and `products` is `fp8` if blocks multiply in FP8. `slices` is the number of
+        slices per microbatch. `first_layer_index` is the index of the first layer in the model. `modules` are the
+        user's own, for opaque operators. `backend` compiles pointwise regions (a torch.compile backend, None for eager;
+        auto: inductor on CUDA). Without `backward` a forward saves nothing: the stage and all stages before it are
+        frozen. Without `input_gradient` all stages before it are. `side_loss` is the last layer's name for a loss
+        besides the hidden state. `sequence` is the position on the context axis, if there is one, and `experts` that on
+        an expert axis and its shards together. The parameters named in `released` get their storage from sharded layers
+        (ZeRO-3)."""
         self.layers = tuple(layers)
         self.recompute = recompute
         self.device = torch.device(device)
-        self.dtype = dtype
+        self.dtype, self.products = dtype, products
         self.shard = shard
         self.sequence = sequence
         self.experts = experts
@@ -119,6 +121,7 @@ class StageProgram:
                 model_layer=model_layer,
                 operator=index,
                 dtype=self.dtype,
+                products=self.products,
                 device=self.device,
                 seed=seed,
                 slices=self.slices,

@@ -104,7 +104,7 @@ def build_worker(
     uses = tied_uses(plan, model, programs_of)
     across = shared_devices(plan, model, uses, programs_of)
     number_types = NUMBER_TYPES[plan.job.precision]
-    use_product_type(number_types.product)
+    use_product_type(number_types.product, location.torch_device)
     dtype, gradient_dtype, master_dtype = (getattr(torch, name) for name in number_types[1:])
     trained = with_backward(plan.to_schedule())
     programs = {
@@ -221,6 +221,7 @@ def _build_program(
         recompute=stage.recompute,
         device=place.torch_device,
         dtype=dtype,
+        products=NUMBER_TYPES[plan.job.precision].product,
         shard=shard,
         sequence=_axis_place(group, ("context",), place, comms),
         experts=_axis_place(group, ("expert", "shard"), place, comms),

@@ -1,0 +1,30 @@
+"""Matrix products that run in FP8: the linear layers of blocks, as torchtitan and Transformer Engine choose them.
+
+A block hands on an activation of the shape that it takes. The embedding, the head and products of attention stay in
+bfloat16. FP8 kernels need sizes that are multiples of 16.
+"""
+
+from __future__ import annotations
+
+from pipefit.model.graph import Graph, Operator
+from pipefit.model.ops.unshard import stored_weights
+
+MULTIPLE = 16
+"""Sizes of FP8 matrices are multiples of this (cuBLASLt, torch._scaled_mm)."""
+
+QUANTIZED_BYTES = 5
+"""Bytes that move for one element of a factor of 16 bits: read for its largest value, read again, written as FP8."""
+
+
+def has_narrow_product(graph: Graph, operator: Operator) -> bool:
+    """Return whether an operator of a layer runs in FP8 under `--precision fp8`."""
+    if operator.kind not in ("linear", "linear_factors") or not _is_block(graph):
+        return False
+    return all(size % MULTIPLE == 0 for size in stored_weights(graph)[operator.inputs[1]].shape)
+
+
+def _is_block(graph: Graph) -> bool:
+    taken, handed_on = graph.hidden_input, graph.hidden_output
+    if taken is None or handed_on is None:
+        return False
+    return graph.find_tensor(taken).shape == graph.find_tensor(handed_on).shape

@@ -1,0 +1,51 @@
+"""Matrix products in FP8: each factor is scaled by its largest value, and the product is scaled back.
+
+E4M3 holds activations and weights, E5M2 gradients, as in Transformer Engine's hybrid format and torchao's dynamic
+tensor-wise scaling (Micikevicius et al. 2022, FP8 Formats for Deep Learning).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from pipefit.model.analysis.narrow_products import MULTIPLE
+
+VALUE_TYPE, GRADIENT_TYPE = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def scaled_product(
+    left: torch.Tensor, right: torch.Tensor, left_type: torch.dtype = VALUE_TYPE, out_type: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return left right^T with both factors in FP8. left: (M, K), right: (N, K) -> (M, N) in `out_type`, or in the type
+    of `left`. K and N are multiples of 16."""
+    factor, scale = quantize_factor(left, left_type)
+    other_factor, other_scale = quantize_factor(right, VALUE_TYPE)
+    return torch._scaled_mm(
+        factor, other_factor.t(), scale_a=scale, scale_b=other_scale, out_dtype=out_type or left.dtype
+    )
+
+
+def quantize_factor(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (values / scale in FP8, contiguous; scale, a float32 scalar): the largest value becomes the largest of the
+    type."""
+    largest = torch.finfo(dtype).max
+    scale = values.detach().abs().amax().float().clamp(min=1e-12) / largest
+    return (values.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
+
+
+def divides_evenly(*sizes: int) -> bool:
+    """Return whether FP8 kernels take matrices of these sizes."""
+    return all(size % MULTIPLE == 0 for size in sizes)
+
+
+@cache
+def has_scaled_product(device: torch.device) -> bool:
+    """Return whether this device multiplies in FP8; tried once, on a small product of each kind."""
+    values = torch.ones((MULTIPLE, MULTIPLE), dtype=torch.bfloat16, device=device)
+    try:
+        products = [scaled_product(values, values, kind) for kind in (VALUE_TYPE, GRADIENT_TYPE)]
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return all(bool((product == MULTIPLE).all()) for product in products)
