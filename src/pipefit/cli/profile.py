@@ -11,7 +11,7 @@ from pathlib import Path
 from pipefit.cli._options import takes_options
 from pipefit.errors import ClusterError, PipefitError, RunError
 from pipefit.profile.config import SIZES, ProfileConfig
-from pipefit.profile.facts import DTYPES
+from pipefit.profile.facts import LAYER_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +125,10 @@ def _check_options(config: ProfileConfig, options: ProfileOptions) -> None:
             next_step=f"say what they are, for example --from nccl-tests {options.files[0]}",
         )
     _at_least(("--local", options.local, 0), ("--sequence", config.sequence, 16), ("--rounds", config.layer_rounds, 1))
-    if config.dtype not in ("", *DTYPES):
-        raise PipefitError("The dtype is unknown.", where="--dtype", seen=repr(config.dtype), allowed=", ".join(DTYPES))
+    if config.dtype not in ("", *LAYER_DTYPES):
+        raise PipefitError(
+            "The dtype is unknown.", where="--dtype", seen=repr(config.dtype), allowed=", ".join(LAYER_DTYPES)
+        )
 
 
 def _at_least(*numbers: tuple[str, int, int]) -> None:

@@ -28,7 +28,7 @@ class ProfileConfig:
     tokens: int = 0
     "Tokens of the largest microbatch on one device; 0: eight sequences."
     dtype: str = ""
-    "Dtype of the layers: float32, tf32, bfloat16 or float64. Default: by device."
+    "Dtype of the layers: float32, tf32, bfloat16, float64 or fp8. Default: by device."
     name: str = ""
     "Name of the cluster. Default: the name of the file."
     rails: int = 1

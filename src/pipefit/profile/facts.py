@@ -9,6 +9,9 @@ from dataclasses import dataclass
 DTYPES = ("float64", "float32", "tf32", "bfloat16")
 """Number types of measured matrix products. `tf32` takes float32 tensors."""
 
+LAYER_DTYPES = (*DTYPES, "fp8")
+"""Number types of measured layers. Products in FP8 are measured where the device has them."""
+
 CPU = "cpu "
 """Prefix of the kind of a device that is a share of a host's cores."""
 

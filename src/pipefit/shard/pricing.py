@@ -15,7 +15,7 @@ from functools import cached_property
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.layout import IDENTITY, PARTIAL, TensorForm, shard_form
-from pipefit.model.analysis.narrow_products import has_narrow_product
+from pipefit.model.analysis.narrow_products import narrow_outputs
 from pipefit.model.analysis.saved import kept_values
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec, element_count, shapes_of
 from pipefit.model.ops import KINDS
@@ -131,8 +131,7 @@ class _LayerPricing:
         self.units = cut_units(graph)
         self.parameters = {spec.name: spec for spec in graph.parameters}
         self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
-        narrow = {o.outputs[0] for o in graph.operators if has_narrow_product(graph, o)}
-        self.work = OperatorPricing(setting, self.shapes, self.tensors, self.parameters, narrow)
+        self.work = OperatorPricing(setting, self.shapes, self.tensors, self.parameters, narrow_outputs(graph))
         self.width = COMPUTE_BYTES[setting.precision]
         self.kept = {*kept_values(graph, "none", self.width).values, *graph.outputs}
         self.values: dict[str, int] = {}

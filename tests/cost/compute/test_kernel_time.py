@@ -35,6 +35,14 @@ def test_a_product_takes_its_flops_and_its_traffic() -> None:
     assert without.seconds == pytest.approx(10 / 0.4), "the larger of both"
 
 
+def test_a_product_in_fp8_has_its_peak_and_turns_its_factors() -> None:
+    device = replace(ACCELERATOR, peak_flops_per_s={"bfloat16": 1e12, "fp8": 4e12, "float32": 1e12})
+    narrow = kernel_time(WORK._replace(quantized_bytes=2e9), KINDS["linear"], device, "fp8")
+    assert narrow.seconds == pytest.approx(4 / 0.5 / 4 + 0.75 * (3 * 6 + 4) + 2)
+    wide = kernel_time(WORK, KINDS["linear"], device, "fp8")
+    assert wide == kernel_time(WORK, KINDS["linear"], device, "bfloat16"), "the head stays in bfloat16"
+
+
 def test_attention_has_a_share_of_its_own() -> None:
     assert kernel_time(WORK, KINDS["attention"], ACCELERATOR, "float32").seconds == pytest.approx(4 / 0.25)
     plain = replace(ACCELERATOR, attention_efficiency=None, product_traffic=None, bandwidth_efficiency=1.0)

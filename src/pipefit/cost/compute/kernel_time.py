@@ -19,6 +19,9 @@ from pipefit.cluster.types import DeviceKind
 from pipefit.model.ops import OperatorKind
 from pipefit.precision import COMPUTE_TYPE, NARROW, PRODUCT_TYPE, Precision
 
+NARROW_TRAFFIC = 0.75
+"""Traffic of a product in FP8 over that in 16 bits: the two factors are half as wide, the result is not."""
+
 
 class PassWork(NamedTuple):
     """Executed FLOPs and memory traffic of one pass of an operator."""
@@ -56,7 +59,8 @@ def kernel_time(work: PassWork, operator: OperatorKind, kind: DeviceKind, precis
     compute_s = work.flops / (peak * kind.efficiency)
     if work.flops and kind.product_traffic is not None:
         moved_bytes = kind.product_traffic * (work.moved_bytes - work.weight_bytes) + work.weight_bytes
-        moved_bytes += work.quantized_bytes
+        if work.quantized_bytes:
+            moved_bytes = NARROW_TRAFFIC * moved_bytes + work.quantized_bytes
         return KernelTime(compute_s, moved_bytes / bandwidth, True)
     moved_bytes = work.moved_bytes + work.quantized_bytes
     return KernelTime(compute_s, moved_bytes / (bandwidth * kind.bandwidth_efficiency), False)

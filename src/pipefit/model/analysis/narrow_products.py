@@ -12,8 +12,9 @@ from pipefit.model.ops.unshard import stored_weights
 MULTIPLE = 16
 """Sizes of FP8 matrices are multiples of this (cuBLASLt, torch._scaled_mm)."""
 
-QUANTIZED_BYTES = 5
-"""Bytes that move for one element of a factor of 16 bits: read for its largest value, read again, written as FP8."""
+QUANTIZED_BYTES = 3
+"""Bytes that move for one element of a factor of 16 bits: read, and written as FP8. Assumed: its largest value comes
+with the kernel that wrote it."""
 
 
 def has_narrow_product(graph: Graph, operator: Operator) -> bool:
@@ -23,8 +24,13 @@ def has_narrow_product(graph: Graph, operator: Operator) -> bool:
     return all(size % MULTIPLE == 0 for size in stored_weights(graph)[operator.inputs[1]].shape)
 
 
+def narrow_outputs(graph: Graph) -> frozenset[str]:
+    """Return the outputs of the operators that run in FP8."""
+    return frozenset(operator.outputs[0] for operator in graph.operators if has_narrow_product(graph, operator))
+
+
 def _is_block(graph: Graph) -> bool:
-    taken, handed_on = graph.hidden_input, graph.hidden_output
-    if taken is None or handed_on is None:
+    hidden, result = graph.hidden_input, graph.hidden_output
+    if hidden is None or result is None:
         return False
-    return graph.find_tensor(taken).shape == graph.find_tensor(handed_on).shape
+    return graph.find_tensor(hidden).shape == graph.find_tensor(result).shape

@@ -22,9 +22,18 @@ def scaled_product(
     of `left`. K and N are multiples of 16."""
     factor, scale = quantize_factor(left, left_type)
     other_factor, other_scale = quantize_factor(right, VALUE_TYPE)
-    return torch._scaled_mm(
-        factor, other_factor.t(), scale_a=scale, scale_b=other_scale, out_dtype=out_type or left.dtype
-    )
+    return multiply_factors(factor, other_factor, scale, other_scale, out_type or left.dtype)
+
+
+def multiply_factors(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scale: torch.Tensor,
+    right_scale: torch.Tensor,
+    out_type: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Return (left_scale left) (right_scale right)^T of factors in FP8, both contiguous."""
+    return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=out_type)
 
 
 def quantize_factor(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
