@@ -6,6 +6,7 @@ tensor-wise scaling (Micikevicius et al. 2022, FP8 Formats for Deep Learning).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -20,8 +21,9 @@ def scaled_product(
 ) -> torch.Tensor:
     """Return left right^T with both factors in FP8. left: (M, K), right: (N, K) -> (M, N) in `out_type`, or in the type
     of `left`. K and N are multiples of 16."""
-    factor, scale = quantize_factor(left, left_type)
-    other_factor, other_scale = quantize_factor(right, VALUE_TYPE)
+    quantize = find_quantizer(left.device.type)
+    factor, scale = quantize(left, left_type)
+    other_factor, other_scale = quantize(right, VALUE_TYPE)
     return multiply_factors(factor, other_factor, scale, other_scale, out_type or left.dtype)
 
 
@@ -42,6 +44,12 @@ def quantize_factor(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     largest = torch.finfo(dtype).max
     scale = values.detach().abs().amax().float().clamp(min=1e-12) / largest
     return (values.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
+
+
+@cache
+def find_quantizer(device_type: str) -> Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
+    """Return `quantize_factor`, compiled on CUDA: one kernel finds the largest value, another one scales and writes."""
+    return torch.compile(quantize_factor, dynamic=True) if device_type == "cuda" else quantize_factor
 
 
 def divides_evenly(*sizes: int) -> bool:
