@@ -11,6 +11,7 @@ from pipefit.cluster import measured_check
 from pipefit.cluster.types import Cluster, DeviceKind, Rail
 from pipefit.codec import dump_text, load_file, write_file
 from pipefit.errors import ClusterError
+from pipefit.precision import PRODUCT_TYPE, Precision
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -35,15 +36,16 @@ def check_cluster(cluster: Cluster, where: str = "cluster") -> None:
         raise error
 
 
-def check_peaks(cluster: Cluster, product_type: str, where: str) -> None:
-    """Raise ClusterError for a kind of device without a peak for matrix products of this number type."""
+def check_peaks(cluster: Cluster, precision: Precision, where: str) -> None:
+    """Raise ClusterError for a kind of device without a peak for the matrix products of a precision."""
+    product_type = PRODUCT_TYPE[precision]
     for kind in cluster.kinds.values():
         if product_type not in kind.peak_flops_per_s:
             raise ClusterError(
                 f"The {kind.name} has no peak for {product_type}.",
                 where=where,
-                seen=product_type,
-                allowed=", ".join(kind.peak_flops_per_s),
+                seen=precision,
+                allowed=", ".join(name for name, product in PRODUCT_TYPE.items() if product in kind.peak_flops_per_s),
                 next_step=f"choose another precision, or add the peak to kinds.{kind.name}.peak_flops_per_s of a "
                 "cluster file",
             )

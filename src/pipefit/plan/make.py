@@ -66,7 +66,6 @@ from pipefit.plan.request.sampled_batches import (
 )
 from pipefit.plan.request.sequence_length import fixed_length
 from pipefit.plan.types import Job, Plan, TradePoint
-from pipefit.precision import PRODUCT_TYPE
 from pipefit.schedule.fit.family import FIT
 from pipefit.shard.apart import check_row_independence
 from pipefit.units import format_seconds
@@ -106,7 +105,7 @@ def make_plan(
     """
     check_tolerance(tolerance, tolerance)
     check_row_independence(model)
-    check_peaks(cluster, PRODUCT_TYPE[job.precision], "--precision")
+    check_peaks(cluster, job.precision, "--precision")
     context = PlannerContext(model, cluster, layers, name, cluster_source)
     context.tracker = SearchTracker(progress)
     if len(model.modules) > 1:

@@ -35,7 +35,6 @@ from pipefit.plan.request.expert_parts import check_experts
 from pipefit.plan.request.sequence_length import check_length
 from pipefit.plan.request.sliceable import check_sliceable
 from pipefit.plan.types import InputHashes, Job, ModelSource, ParameterPlan, Plan, SampleSpace
-from pipefit.precision import PRODUCT_TYPE
 from pipefit.schedule.actions import Schedule
 from pipefit.shard.apart import check_row_independence
 from pipefit.simulate import simulate_schedule
@@ -214,7 +213,7 @@ def build_plan(
     schedule cannot be built.
     """
     context = context or PlannerContext(model, cluster, name=name)
-    check_peaks(cluster, PRODUCT_TYPE[job.precision], "job.precision")
+    check_peaks(cluster, job.precision, "job.precision")
     check_config(decisions, job, len(context.only_module.layers), device_count(cluster))
     check_length(context.only_module, model, job.sequence, "job.sequence")
     check_row_independence(model)

@@ -80,7 +80,7 @@ def _size_training(
 ) -> SizedTraining:
     """Return the training on one cluster."""
     cluster, job = open_cluster(size.cluster), request.job
-    check_peaks(cluster, PRODUCT_TYPE[job.precision], "--precision")
+    check_peaks(cluster, job.precision, "--precision")
     context = PlannerContext(request.model, cluster, cluster_source=size.cluster)
     context.tracker = SearchTracker(progress)
     context.tracker.start_pass(f"planning {size.cluster}")
