@@ -58,6 +58,8 @@ def parse_count(text: str | int | float, where: str = "count") -> float:
     value, unit = _split_unit(text, where, "1.5T or 4M")
     if unit not in _COUNTS:
         raise _bad_unit(text, where, ", ".join(filter(None, _COUNTS)))
+    if value * _COUNTS[unit] == float("inf"):
+        raise PipefitError("This number is too large.", where=where, seen=repr(text), allowed="for example 1.5T or 4M")
     return value * _COUNTS[unit]
 
 

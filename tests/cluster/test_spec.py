@@ -55,6 +55,7 @@ def test_several_hosts_are_joined_by_what_is_given() -> None:
         ("0xH100", ["at least one host and one device"]),
         ("2x8xH100:fast", ["not a number with a unit", "--cluster"]),
         ("8xH100:banana", ["not a number with a unit", "'banana'"]),
+        ("2x8xH100:", ["not a number with a unit", "--cluster"]),
         ("8xH100:3.2Tb/s", ["The unit is unknown", "Tbit/s"]),
         ("2x8xH100:400", ["The unit is unknown", "Gbit/s"]),
         ("8xH100:400Gbit/s", ["One host has no bandwidth to other hosts", "2x8xH100:400Gbit/s"]),

@@ -23,7 +23,7 @@ class DevicesOptions:
 def command(options: DevicesOptions) -> None:
     """List the devices that a short cluster text may name, or print the file of one device."""
     from pipefit.cli._plans import print_tables
-    from pipefit.cluster.catalogue import device_sheets, find_sheet
+    from pipefit.cluster.catalogue import USER_FOLDER, device_sheets, find_sheet
     from pipefit.codec import dump_text
     from pipefit.plan.explain.text import TextTable
 
@@ -33,13 +33,14 @@ def command(options: DevicesOptions) -> None:
     columns = ("device", "bfloat16", "fp8", "memory", "bandwidth", "link in a host", "usual host")
     rows = tuple(_device_row(sheet) for sheet in device_sheets().values())
     print_tables([TextTable("devices (TFLOP/s without sparsity, MiB, GB/s)", columns, rows)])
+    print(f"\nA device of your own: pipefit devices NAME prints a file to change; {USER_FOLDER} names its folder.")
 
 
 def _device_row(sheet: DataSheet) -> tuple[str, ...]:
     peaks = sheet.peak_tflops
     return (
         sheet.name,
-        f"{peaks['bfloat16']:g}" if "bfloat16" in peaks else f"as float32: {peaks['float32']:g}",
+        f"{peaks['bfloat16']:g}" if "bfloat16" in peaks else f"{peaks['float32']:g} (float32)",
         f"{peaks['fp8']:g}" if "fp8" in peaks else "",
         f"{sheet.memory_mib:,}",
         f"{sheet.memory_gb_per_s:,g}",

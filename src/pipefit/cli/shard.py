@@ -32,7 +32,8 @@ class ShardOptions:
     microbatches: int = 1
     "Microbatches of a step."
     precision: str = "bfloat16"
-    "bfloat16 (float32 gradients), bfloat16-gradients, tf32, float32, float64, or fp8 (in blocks)."
+    """bfloat16 (gradients in float32), bfloat16-gradients, fp8 (bfloat16 with the linear layers of blocks in FP8),
+    fp8-bfloat16-gradients, tf32, float32 or float64."""
     as_json: bool = False
     "Print the program and its costs as JSON."
 
@@ -42,6 +43,7 @@ def command(options: ShardOptions) -> None:
     """Search the program of a group of devices: tensor forms, shares, collectives, costs."""
     from pipefit.cli._plans import cluster_text
     from pipefit.cluster import open_cluster
+    from pipefit.cluster.files import check_peaks
     from pipefit.codec import to_data
     from pipefit.cost.comm.network import Network
     from pipefit.cost.compute.curves import best_costs
@@ -62,6 +64,7 @@ def command(options: ShardOptions) -> None:
     seq = 1024 if options.seq is None and fixed_length(opened_model) is None else options.seq
     tokens = resolve_length(opened_model, seq)
     _check_sizes(options, tokens)
+    check_peaks(opened_cluster, options.precision, "--precision")  # type: ignore[arg-type]
     layers = opened_model.layers
     if len(opened_model.modules) > 1:
         raise PlanError(

@@ -40,7 +40,8 @@ class SizeOptions:
     prices: Path | None = None
     "A CSV file with the columns device and price (of one device for an hour)."
     precision: str = "bfloat16"
-    "bfloat16 (float32 gradients), bfloat16-gradients, tf32, float32, float64, or fp8 (in blocks)."
+    """bfloat16 (gradients in float32), bfloat16-gradients, fp8 (bfloat16 with the linear layers of blocks in FP8),
+    fp8-bfloat16-gradients, tf32, float32 or float64."""
     optimizer: str = "adamw"
     "The optimizer, from which memory follows; a wrong name lists them."
     fix: tuple[str, ...] = ()
@@ -55,7 +56,8 @@ class SizeOptions:
 
 @takes_options(SizeOptions, flags={"output": ("--output", "-o")})
 def command(options: SizeOptions) -> None:
-    """Plan a training on clusters of growing size, and say which is the smallest, the cheapest and the fastest."""
+    """Plan a training on clusters of growing size, and say which is the smallest, the cheapest and the fastest. Exit
+    code 1 if it fits on none."""
     from pipefit.cli._plans import INTERRUPTED_CODE
     from pipefit.cli._progress import ProgressLines
 
@@ -67,11 +69,13 @@ def command(options: SizeOptions) -> None:
     _print_sizes(options, request, trainings)
     if not finished:
         raise SystemExit(INTERRUPTED_CODE)
+    if not any(training.days for training in trainings):
+        raise SystemExit(1)
 
 
 def _read_request(options: SizeOptions) -> SizingRequest:
     """Return the request of the options. Raises PipefitError for wrong ones, before anything is planned."""
-    from pipefit.cluster.catalogue import find_sheet
+    from pipefit.cluster.catalogue import find_sheet, network_bandwidth
     from pipefit.codec import from_data, make_folder
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
@@ -83,9 +87,12 @@ def _read_request(options: SizeOptions) -> SizingRequest:
 
     tokens, batch = parse_count(options.tokens, "--tokens"), parse_count(options.batch, "--batch")
     deadline_s = None if options.deadline is None else parse_seconds(options.deadline, "--deadline")
-    for name, value in (("--tokens", tokens), ("--batch", batch), ("--max-gpus", options.max_gpus)):
-        if value < 1:
+    numbers = {"--tokens": tokens, "--batch": batch, "--max-gpus": options.max_gpus, "--deadline": deadline_s}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
             raise PlanError("A number above zero is needed.", where=name, seen=value)
+    if options.network:
+        network_bandwidth(options.network, "--network")
     devices = tuple(dict.fromkeys(find_sheet(name.strip()).name for name in options.devices.split(",")))
     prices = None if options.prices is None else read_prices(options.prices)
     if prices is not None:

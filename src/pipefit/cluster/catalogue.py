@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipefit.codec import load_file
 from pipefit.errors import ClusterError, most_like
+from pipefit.units import parse_bandwidth
 
 PEAKS = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "fp4")
 """Names of the peaks that a file may have."""
@@ -24,7 +25,9 @@ USER_FOLDER = "PIPEFIT_DEVICES"
 """Environment variable that names a folder of the user's device files."""
 
 _FOLDER = Path(__file__).parent / "devices"
-_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+NAME = r"[A-Za-z][\w-]*|\d{4}"
+"""Names of devices as a pattern: so that short cluster texts tell them from counts."""
+
 _VENDORS = frozenset(("nvidia", "amd", "tesla", "geforce", "quadro", "instinct", "intel", "habana", "gpu"))
 
 
@@ -69,6 +72,18 @@ class DataSheet:
     "Share of the bfloat16 peak that large matrix products reach; None: not measured."
     attention_share: float | None = None
     "Share of the peak that attention in one kernel reaches; None: not measured."
+
+    @property
+    def vendor(self) -> str:
+        """Return the maker of the device by its first reported name: NVIDIA, AMD, or that name's first word."""
+        first = self.reported_names[0].split()[0] if self.reported_names else self.name
+        return "NVIDIA" if first in ("Tesla", "GRID") or self.name == first else first
+
+
+def network_bandwidth(text: str, where: str) -> float:
+    """Return the bytes/s of `400Gbit/s`, or of `8x400Gbit/s`: eight network cards. Raises PipefitError."""
+    cards = re.fullmatch(r"(\d+)x(.+)", text)
+    return (int(cards[1]) if cards else 1) * parse_bandwidth(cards[2] if cards else text, where)
 
 
 def device_sheets() -> Mapping[str, DataSheet]:
@@ -138,10 +153,20 @@ def _plain_words(text: str) -> str:
 
 def _check_sheet(sheet: DataSheet, path: Path) -> None:
     for name in (sheet.name, *sheet.aliases):
-        if _NAME.fullmatch(name) is None:
+        if re.fullmatch(NAME, name) is None:
             raise ClusterError(
-                "The name of a device has letters, digits and hyphens.", where=f"{path}: name", seen=repr(name)
+                "The name of a device begins with a letter and has letters, digits and hyphens.",
+                where=f"{path}: name",
+                seen=repr(name),
             )
+    if "peaks" not in sheet.sources:
+        raise ClusterError(
+            "A device file names the document behind its peaks.",
+            where=f"{path}: sources",
+            seen=", ".join(sheet.sources) or "nothing",
+            next_step='add "peaks": "the name of the document"',
+        )
+    network_bandwidth(sheet.usual_host.network, f"{path}: usual_host.network")
     unknown = [key for key in sheet.peak_tflops if key not in PEAKS]
     if unknown or "float32" not in sheet.peak_tflops:
         raise ClusterError(

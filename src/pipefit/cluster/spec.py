@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 
-from pipefit.cluster.catalogue import find_sheet
+from pipefit.cluster.catalogue import NAME, find_sheet, network_bandwidth
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.machine import LocalMachine, detect_machine
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
-from pipefit.units import format_bandwidth, format_bytes, parse_bandwidth
+from pipefit.units import format_bandwidth, format_bytes
 
-_SPEC = re.compile(r"^(?:(?P<hosts>\d+)x)?(?P<devices>\d+)x(?P<kind>[A-Za-z][\w-]*|\d{4})(?::(?P<rail>.+))?$")
+_SPEC = re.compile(rf"^(?:(?P<hosts>\d+)x)?(?P<devices>\d+)x(?P<kind>{NAME})(?::(?P<rail>.*))?$")
 _RAIL_LATENCY_S = 10e-6
 _SLOWEST_RAIL, _FASTEST_RAIL = 1e6, 5e11
 """Plausible bytes/s of a host: 8 Mbit/s to ten cards of 400 Gbit/s."""
@@ -106,9 +106,8 @@ def _check_single_host(match: re.Match[str], text: str) -> None:
 
 
 def _rail_bandwidth(rail: str, devices: int, text: str) -> float:
-    """Return the bytes/s of `400Gbit/s`, or of `8x400Gbit/s`: eight network cards. Raises PipefitError."""
-    cards = re.fullmatch(r"(\d+)x(.+)", rail)
-    bandwidth = (int(cards[1]) if cards else 1) * parse_bandwidth(cards[2] if cards else rail, "--cluster")
+    """Return the bytes/s of a host. Raises PipefitError for a text without a unit or an impossible bandwidth."""
+    bandwidth = network_bandwidth(rail, "--cluster")
     fastest = max(_FASTEST_RAIL, devices * _FASTEST_CARD)
     if not _SLOWEST_RAIL <= bandwidth <= fastest:
         raise ClusterError(

@@ -56,6 +56,7 @@ from pipefit.plan.passes.sensitivity import analyse_sensitivity
 from pipefit.plan.passes.split_sequences import fix_context, search_contexts
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
 from pipefit.plan.request.expert_parts import check_experts, splits_rows
+from pipefit.plan.request.narrow_blocks import check_blocks
 from pipefit.plan.request.nearest_pins import explain_contradiction
 from pipefit.plan.request.sampled_batches import (
     Arrange,
@@ -106,6 +107,7 @@ def make_plan(
     check_tolerance(tolerance, tolerance)
     check_row_independence(model)
     check_peaks(cluster, job.precision, "--precision")
+    check_blocks(model, job.precision, "--precision")
     context = PlannerContext(model, cluster, layers, name, cluster_source)
     context.tracker = SearchTracker(progress)
     if len(model.modules) > 1:

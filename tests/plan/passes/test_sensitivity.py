@@ -8,7 +8,8 @@ import pytest
 from tests.support.plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster, link_between, parse_spec
-from pipefit.cluster.kinds import data_sheet_kind
+from pipefit.cluster.catalogue import device_sheets
+from pipefit.cluster.kinds import data_sheet_kind, sheet_peaks
 from pipefit.cluster.measured import ClusterMeasurements, LinkCurve, RailCurve
 from pipefit.cluster.spec import local_cluster
 from pipefit.codec import dump_text, from_data, load_text, to_data
@@ -18,6 +19,7 @@ from pipefit.plan.make import make_plan
 from pipefit.plan.passes.sensitivity import extend_cluster, faster_links, larger_memory, next_kind
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job, Plan
+from pipefit.precision import PRODUCT_TYPE, Precision
 
 JOB = Job(batch=8, sequence=512)
 
@@ -105,6 +107,17 @@ def test_the_next_kind_has_no_smaller_figure(kind: str, better: str) -> None:
     assert {host.kind for host in grown[1].hosts} == {better} and link_between(grown[1], 0, 1) == data_sheet_kind(
         better
     )[1]
+
+
+@pytest.mark.parametrize("precision", PRODUCT_TYPE)
+def test_the_next_kind_has_the_precision(precision: Precision) -> None:
+    for name, sheet in device_sheets().items():
+        if PRODUCT_TYPE[precision] in sheet_peaks(sheet):
+            grown = next_kind(parse_spec(f"2x{name}"), precision)
+            assert grown is None or PRODUCT_TYPE[precision] in grown[1].kinds[grown[0]].peak_flops_per_s
+    assert next_kind(parse_spec("2xL4"), "fp8") == next_kind(parse_spec("2xL4"), "fp8-bfloat16-gradients")
+    fp8, wide = next_kind(parse_spec("2xL4"), "fp8"), next_kind(parse_spec("2xL4"), "bfloat16")
+    assert fp8 is not None and wide is not None and fp8[0] != wide[0] == "A10"
 
 
 def test_measured_mixed_and_best_kinds_have_no_next_one() -> None:

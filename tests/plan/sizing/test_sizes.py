@@ -137,7 +137,7 @@ def test_durations_have_a_fitting_unit(days: float, words: str) -> None:
 
 def test_prices_are_read_by_device(tmp_path: Path) -> None:
     path = tmp_path / "prices.csv"
-    path.write_text("device,price\nH100-SXM,2.49\nNVIDIA A100-SXM4-80GB, 1.1\n", encoding="utf-8")
+    path.write_text("\ufeffDevice, Price\nH100-SXM,2.49\nNVIDIA A100-SXM4-80GB, 1.1\n", encoding="utf-8")
     assert read_prices(path) == {"H100": 2.49, "A100-80": 1.1}
     with pytest.raises(PlanError, match="The price of MI300X is missing"):
         check_prices(("H100", "MI300X"), read_prices(path), str(path))
@@ -151,7 +151,7 @@ def test_prices_are_read_by_device(tmp_path: Path) -> None:
         ("device,price\nH100,cheap\n", ["line 2", "'cheap'"]),
         ("device,price\nH100\n", ["line 2", "None"]),
         ("device,price\nH100,-1\n", ["line 2", "'-1'"]),
-        ("device,price\nH1000,1\n", ["No data sheet", "H1000"]),
+        ("device,price\nH1000,1\n", ["No data sheet", "H1000", "line 2"]),
     ],
 )
 def test_wrong_prices_are_told(text: str, words: list[str], tmp_path: Path) -> None:
@@ -205,9 +205,13 @@ def test_interruption_keeps_the_sizes_so_far(
         (("--batch", "0"), ["--batch", "above zero"]),
         (("--batch", "10"), ["--batch", "fewer tokens than one sequence"]),
         (("--deadline", "30"), ["--deadline", "The unit is unknown", "d"]),
+        (("--deadline", "0d"), ["--deadline", "above zero"]),
+        (("--tokens", "1e400"), ["--tokens", "too large"]),
+        (("--devices", "H100,A100-80", "--precision", "fp8"), ["The A100-80 has no peak for fp8", "--precision"]),
+        (("--precision", "fp8", "--devices", "H100"), ["No linear layer of this model can run in FP8"]),
         (("--devices", "H1000"), ["No data sheet", "did you mean H100"]),
         (("--max-gpus", "0"), ["--max-gpus", "above zero"]),
-        (("--network", "fast", "--max-gpus", "16"), ["not a number with a unit"]),
+        (("--network", "fast", "--max-gpus", "16"), ["--network", "not a number with a unit"]),
         (("--precision", "int8"), ["--precision", "bfloat16"]),
         (("--prices", "absent.csv"), ["absent.csv", "cannot be read"]),
         (("--fix", "stage=2"), ["--fix"]),

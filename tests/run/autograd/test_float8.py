@@ -13,18 +13,12 @@ from tests.support import worker_plans as plans
 
 from pipefit.errors import RunError
 from pipefit.precision import Precision
-from pipefit.run.autograd.float8 import (
-    GRADIENT_TYPE,
-    VALUE_TYPE,
-    divides_evenly,
-    has_scaled_product,
-    quantize_factor,
-    scaled_product,
-)
+from pipefit.run.autograd.float8 import float8_types, has_scaled_product, pad_rows, quantize_factor, scaled_product
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.ops.linear import accumulate_linear, accumulate_narrow, apply_linear
 from pipefit.run.stage.products import use_product_type
 
+VALUE_TYPE, GRADIENT_TYPE = float8_types(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(not has_scaled_product(torch.device("cpu")), reason="torch multiplies no FP8 here")
 
 
@@ -47,15 +41,16 @@ def test_a_factor_keeps_its_largest_value() -> None:
     assert not empty.float().any() and scale > 0
 
 
-@pytest.mark.parametrize("left_type", [VALUE_TYPE, GRADIENT_TYPE])
-def test_products_are_those_of_the_rounded_factors(left_type: torch.dtype) -> None:
+@pytest.mark.parametrize("gradient", [False, True])
+def test_products_are_those_of_the_rounded_factors(gradient: bool) -> None:
     left, right = draw(24, 64), draw(48, 64, seed=1)
-    wanted = rounded(left, left_type) @ rounded(right, VALUE_TYPE).t()
-    product = scaled_product(left, right, left_type, torch.float32)
+    wanted = rounded(left, GRADIENT_TYPE if gradient else VALUE_TYPE) @ rounded(right, VALUE_TYPE).t()
+    product = scaled_product(left, right, torch.float32, gradient)
     assert product.shape == (24, 48) and torch.allclose(product.double(), wanted, rtol=1e-3, atol=1e-3)
     exact = left.double() @ right.double().t()
     assert 0.001 < float((product - exact).norm() / exact.norm()) < 0.1, "rounded, and not far off"
     assert scaled_product(left, right).dtype == torch.bfloat16
+    assert scaled_product(left[:0], right).shape == (0, 48), "no rows"
 
 
 def linear_results(narrow: bool, rows: int = 32) -> dict[str, torch.Tensor]:
@@ -77,18 +72,17 @@ def linear_results(narrow: bool, rows: int = 32) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rows", [32, 34])
 def test_a_layer_in_fp8_is_near_one_in_bfloat16(rows: int) -> None:
-    """34 rows are no multiple of 16: the weight gradient is then computed in bfloat16."""
+    """34 rows are no multiple of 16: the product of the weight gradient gets rows of zeros."""
     narrow, wide = linear_results(True, rows), linear_results(False, rows)
     for name, value in wide.items():
         error = float((narrow[name].float() - value.float()).norm() / value.float().norm())
-        exact = name == "bias" or (name == "weight" and rows == 34)
-        assert error == 0 if exact else 0.002 < error < 0.1, (name, error)
-    assert divides_evenly(32, 64) and not divides_evenly(32, 34)
+        assert error == 0 if name == "bias" else 0.002 < error < 0.1, (name, error)
+    assert pad_rows(draw(rows, 8)).shape == (48 if rows == 34 else 32, 8)
 
 
 def test_a_device_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipefit.run.stage.products.has_scaled_product", lambda device: False)
-    with pytest.raises(RunError, match="no products in FP8") as error:
+    with pytest.raises(RunError, match="cannot multiply matrices in FP8") as error:
         use_product_type("fp8", torch.device("cpu"))
     assert "--precision bfloat16" in str(error.value) and "Hopper" in str(error.value)
     use_product_type("float32", torch.device("cpu"))
@@ -121,5 +115,7 @@ def test_layouts_agree_in_fp8(gloo_pool: Any) -> None:
     wide = trained(gloo_pool, "bfloat16", microbatches=4)
     assert alone != wide, "blocks run in FP8"
     for name, choices in LAYOUTS.items():
-        assert trained(gloo_pool, "fp8", **choices) == pytest.approx(alone, rel=2e-2), name
+        losses = trained(gloo_pool, "fp8", **choices)
+        assert losses[0] == pytest.approx(alone[0], rel=5e-3), name
+        assert losses == pytest.approx(alone, rel=4e-2), name
     assert wide == pytest.approx(alone, rel=2e-2)

@@ -51,8 +51,8 @@ class KernelTime(NamedTuple):
 
 def kernel_time(work: PassWork, operator: OperatorKind, kind: DeviceKind, precision: Precision) -> KernelTime:
     """Return the time of one pass of an operator on a device of this kind."""
-    narrow = work.quantized_bytes > 0 or precision not in NARROW
-    peak = kind.peak_flops_per_s[(PRODUCT_TYPE if narrow else COMPUTE_TYPE)[precision]]
+    wide = precision in NARROW and not work.quantized_bytes
+    peak = kind.peak_flops_per_s[(COMPUTE_TYPE if wide else PRODUCT_TYPE)[precision]]
     bandwidth = kind.memory_bandwidth_bytes_per_s
     if operator.kind == "attention" and kind.attention_efficiency is not None:
         return KernelTime(work.flops / (peak * kind.attention_efficiency), work.moved_bytes / bandwidth, False)

@@ -410,7 +410,7 @@ def _cost_provenance(network: Network) -> tuple[str, ...]:
         known = kind.provenance.source == "measured"
         how = "from measured layers" if known else "assumed"
         if kind.product_traffic is not None:
-            how = "for large products, of others or assumed; other kernels fitted to published runs"
+            how = "for large products, measured by others or assumed; other kernels fitted to published runs"
         notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:.2g} {how}")
         beside = f"{kind.overlap:.0%} of what runs beside the last backward is free" if kind.overlap else "none is free"
         origin = "assumed" if kind.product_traffic is None else "fitted to published runs"

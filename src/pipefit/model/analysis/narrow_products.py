@@ -12,9 +12,8 @@ from pipefit.model.ops.unshard import stored_weights
 MULTIPLE = 16
 """Sizes of FP8 matrices are multiples of this (cuBLASLt, torch._scaled_mm)."""
 
-QUANTIZED_BYTES = 3
-"""Bytes that move for one element of a factor of 16 bits: read, and written as FP8. Assumed: its largest value comes
-with the kernel that wrote it."""
+QUANTIZED_BYTES = 5
+"""Bytes that move for one element of a factor of 16 bits: read for its largest value, read again, written as FP8."""
 
 
 def has_narrow_product(graph: Graph, operator: Operator) -> bool:

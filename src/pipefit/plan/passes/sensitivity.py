@@ -27,6 +27,7 @@ from pipefit.plan.passes.search import search_plans
 from pipefit.plan.passes.search_budget import SearchBudget
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import ClusterSensitivity, Job
+from pipefit.precision import PRODUCT_TYPE, Precision
 from pipefit.simulate import simulate_schedule
 from pipefit.units import format_bandwidth
 
@@ -92,7 +93,7 @@ def analyse_sensitivity(
     if constraints.devices is None:
         words, cluster = extend_cluster(context.cluster)
         changes.append(_plan_again(context, cluster, job, held, best, words))
-    newer = next_kind(context.cluster)
+    newer = next_kind(context.cluster, job.precision)
     if newer is not None:
         changes.append(_plan_again(context, newer[1], job, looser, best, f"{newer[0]} devices"))
     return tuple(changes)
@@ -122,16 +123,23 @@ NEAR_MIB = 4096
 """Memories within this many MiB of each other are alike: drivers report less of an H100 than of an A100 of 80 GB."""
 
 
-def next_kind(cluster: Cluster) -> tuple[str, Cluster] | None:
+def next_kind(cluster: Cluster, precision: Precision = "bfloat16") -> tuple[str, Cluster] | None:
     """Return (name, the cluster with the next better kind of device of the data sheets in place of its only kind).
 
-    The next kind is the one with the least compute of those with more compute or memory and no less of either, nor of
-    memory bandwidth or links. None for several kinds, for measured clusters, and without a data sheet or a better one.
+    The next kind is the one with the least compute of those of the same vendor with more compute or memory and no less
+    of either, nor of memory bandwidth or links, and with products in the precision. None for several kinds, for
+    measured clusters, and without a data sheet or a better one.
     """
-    known = {name: _comparable_figures(sheet) for name, sheet in device_sheets().items()}
-    figures = known.get(next(iter(cluster.kinds))) if len(cluster.kinds) == 1 and cluster.measured is None else None
-    if figures is None:
+    sheets, name = device_sheets(), next(iter(cluster.kinds))
+    if len(cluster.kinds) > 1 or cluster.measured is not None or name not in sheets:
         return None
+    product_type, vendor = PRODUCT_TYPE[precision], sheets[name].vendor
+    known = {
+        key: _comparable_figures(sheet)
+        for key, sheet in sheets.items()
+        if sheet.vendor == vendor and product_type in sheet_peaks(sheet)
+    }
+    figures = _comparable_figures(sheets[name])
     better = {name: values for name, values in known.items() if values > figures and all(map(ge, values, figures))}
     if not better:
         return None

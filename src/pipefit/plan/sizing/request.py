@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipefit.cluster.catalogue import find_sheet
-from pipefit.errors import FormatError, PlanError
+from pipefit.errors import ClusterError, FormatError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Job
 
@@ -103,15 +103,15 @@ def read_prices(path: Path) -> dict[str, float]:
     Raises FormatError for a file of another form, and ClusterError for an unknown device.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [{str(name).strip().lower(): value for name, value in row.items()} for row in csv.DictReader(file)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FormatError("The prices cannot be read.", where=str(path), seen=error) from None
     if not rows or not {"device", "price"} <= rows[0].keys():
         raise FormatError(
             "Prices are a CSV file with a column for the device and one for its price per hour.",
             where=str(path),
-            seen=", ".join(name for name in rows[0] if name) if rows else "no rows",
+            seen=", ".join(rows[0]) if rows else "no rows",
             allowed="device,price in the first line, then for example H100,2.49",
         )
     return dict(_read_price(row, f"{path}, line {line}") for line, row in enumerate(rows, 2))
@@ -126,7 +126,12 @@ def _read_price(row: Mapping[str, str], where: str) -> tuple[str, float]:
         raise FormatError(
             "The price of a device is a number.", where=where, seen=repr(row["price"]), allowed="for example 2.49"
         )
-    return find_sheet((row["device"] or "").strip()).name, price
+    try:
+        return find_sheet((row["device"] or "").strip()).name, price
+    except ClusterError as error:
+        raise ClusterError(
+            error.what, where=where, seen=error.seen, allowed=error.allowed, next_step=error.next_step
+        ) from None
 
 
 def check_prices(devices: Sequence[str], prices: Mapping[str, float], where: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipefit.cluster import open_cluster
+from pipefit.cluster import Cluster, open_cluster
 from pipefit.cluster.files import check_peaks
 from pipefit.errors import PlanError
 from pipefit.optimizers.sharded_state import STATES
@@ -21,6 +21,7 @@ from pipefit.plan.passes.search import search_plans
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.expert_parts import EXPERT
+from pipefit.plan.request.narrow_blocks import check_blocks
 from pipefit.plan.sizing.request import ClusterSize, SizingRequest, cluster_sizes
 from pipefit.precision import PRODUCT_TYPE
 from pipefit.units import format_bytes
@@ -70,17 +71,24 @@ def size_trainings(
             seen=", ".join(module.name for module in request.model.modules),
             next_step="plan it on one cluster after another: pipefit plan",
         )
-    for device in request.devices:
-        for size in cluster_sizes(device, request.max_devices, request.network):
-            yield _size_training(request, size, constraints, progress)
+    sizes = [s for name in request.devices for s in cluster_sizes(name, request.max_devices, request.network)]
+    clusters = [open_cluster(size.cluster) for size in sizes]
+    for cluster in clusters:
+        check_peaks(cluster, request.job.precision, "--precision")
+    check_blocks(request.model, request.job.precision, "--precision")
+    for size, cluster in zip(sizes, clusters, strict=True):
+        yield _size_training(request, size, cluster, constraints, progress)
 
 
 def _size_training(
-    request: SizingRequest, size: ClusterSize, constraints: Constraints, progress: SearchObserver | None
+    request: SizingRequest,
+    size: ClusterSize,
+    cluster: Cluster,
+    constraints: Constraints,
+    progress: SearchObserver | None,
 ) -> SizedTraining:
     """Return the training on one cluster."""
-    cluster, job = open_cluster(size.cluster), request.job
-    check_peaks(cluster, job.precision, "--precision")
+    job = request.job
     context = PlannerContext(request.model, cluster, cluster_source=size.cluster)
     context.tracker = SearchTracker(progress)
     context.tracker.start_pass(f"planning {size.cluster}")

@@ -8,23 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from pipefit.model.analysis.narrow_products import MULTIPLE
 
-VALUE_TYPE, GRADIENT_TYPE = torch.float8_e4m3fn, torch.float8_e5m2
+Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A function that returns a factor in FP8 and its scale."""
+
+
+class Float8Types(NamedTuple):
+    """The FP8 types of a device."""
+
+    value: torch.dtype
+    "Of activations and weights."
+    gradient: torch.dtype
 
 
 def scaled_product(
-    left: torch.Tensor, right: torch.Tensor, left_type: torch.dtype = VALUE_TYPE, out_type: torch.dtype | None = None
+    left: torch.Tensor, right: torch.Tensor, out_type: torch.dtype | None = None, gradient: bool = False
 ) -> torch.Tensor:
     """Return left right^T with both factors in FP8. left: (M, K), right: (N, K) -> (M, N) in `out_type`, or in the type
-    of `left`. K and N are multiples of 16."""
-    quantize = find_quantizer(left.device.type)
-    factor, scale = quantize(left, left_type)
-    other_factor, other_scale = quantize(right, VALUE_TYPE)
-    return multiply_factors(factor, other_factor, scale, other_scale, out_type or left.dtype)
+    of `left`. K and N are multiples of 16. `gradient`: the left factor is one."""
+    out_type = out_type or left.dtype
+    if not left.numel():
+        return torch.zeros((left.shape[0], right.shape[0]), dtype=out_type, device=left.device)
+    types = float8_types(left.device)
+    factor, scale = find_quantizer(left.device.type, types.gradient if gradient else types.value)(left.detach())
+    other_factor, other_scale = find_quantizer(right.device.type, types.value)(right.detach())
+    return multiply_factors(factor, other_factor, scale, other_scale, out_type)
 
 
 def multiply_factors(
@@ -42,27 +56,49 @@ def quantize_factor(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     """Return (values / scale in FP8, contiguous; scale, a float32 scalar): the largest value becomes the largest of the
     type."""
     largest = torch.finfo(dtype).max
-    scale = values.detach().abs().amax().float().clamp(min=1e-12) / largest
+    scale = values.abs().amax().float().clamp(min=1e-12) / largest
     return (values.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
 
 
 @cache
-def find_quantizer(device_type: str) -> Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
-    """Return `quantize_factor`, compiled on CUDA: one kernel finds the largest value, another one scales and writes."""
-    return torch.compile(quantize_factor, dynamic=True) if device_type == "cuda" else quantize_factor
+def find_quantizer(device_type: str, dtype: torch.dtype) -> Quantizer:
+    """Return `quantize_factor` to a type, compiled on CUDA: one kernel finds the largest value, another one scales and
+    writes."""
+
+    def quantize_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_factor(values, dtype)
+
+    return torch.compile(quantize_values, dynamic=True) if device_type == "cuda" else quantize_values
 
 
-def divides_evenly(*sizes: int) -> bool:
-    """Return whether FP8 kernels take matrices of these sizes."""
-    return all(size % MULTIPLE == 0 for size in sizes)
+@cache
+def float8_types(device: torch.device) -> Float8Types:
+    """Return the FP8 types of a device: AMD's MI300 series has its own."""
+    if device.type == "cuda" and torch.version.hip:
+        architecture = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
+        if architecture.startswith("gfx94"):
+            return Float8Types(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    return Float8Types(torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def pad_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return (M, K) values with rows of zeros up to a multiple of 16: the sum over rows in a weight gradient is the
+    same."""
+    missing = -values.shape[0] % MULTIPLE
+    return functional.pad(values, (0, 0, 0, missing)) if missing else values
 
 
 @cache
 def has_scaled_product(device: torch.device) -> bool:
     """Return whether this device multiplies in FP8; tried once, on a small product of each kind."""
     values = torch.ones((MULTIPLE, MULTIPLE), dtype=torch.bfloat16, device=device)
-    try:
-        products = [scaled_product(values, values, kind) for kind in (VALUE_TYPE, GRADIENT_TYPE)]
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
+    types = float8_types(device)
+    right = quantize_factor(values, types.value)
+    products = []
+    for dtype in types:
+        factor, scale = quantize_factor(values, dtype)
+        try:
+            products.append(multiply_factors(factor, right[0], scale, right[1]))
+        except (RuntimeError, NotImplementedError):
+            return False
     return all(bool((product == MULTIPLE).all()) for product in products)

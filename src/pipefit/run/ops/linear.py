@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipefit.model.analysis.narrow_products import has_narrow_product
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.float8 import GRADIENT_TYPE, divides_evenly, scaled_product
+from pipefit.run.autograd.float8 import pad_rows, scaled_product
 from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
@@ -47,7 +47,8 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.trains else None)
         if not narrow:
             return functional.linear(x, whole_weight(weight), whole_weight(bias))
-        y = scaled_product(x.reshape(-1, x.shape[-1]), whole_weight(weight)).reshape(*x.shape[:-1], -1)
+        y = scaled_product(x.reshape(-1, x.shape[-1]), whole_weight(weight))
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + whole_weight(bias)
 
     @staticmethod
@@ -69,18 +70,14 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torc
     if not narrow:
         return dy @ weight
     flat = dy.reshape(-1, dy.shape[-1])
-    return scaled_product(flat, weight.t(), GRADIENT_TYPE).reshape(*dy.shape[:-1], -1)
+    return scaled_product(flat, weight.t(), gradient=True).reshape(*dy.shape[:-1], weight.shape[1])
 
 
 def accumulate_narrow(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """Add the gradients of a linear layer as `accumulate_linear` does, with the product in FP8 if the number of rows
-    allows it."""
+    """Add the gradients of a linear layer as `accumulate_linear` does, with the product in FP8."""
     flat, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    if not divides_evenly(len(flat)):
-        accumulate_linear(weight, bias, flat, dy)
-        return
-    if weight.requires_grad:
-        product = scaled_product(dy.t(), flat.t(), GRADIENT_TYPE, torch.float32)
+    if weight.requires_grad and len(flat):
+        product = scaled_product(pad_rows(dy).t(), pad_rows(flat).t(), torch.float32, gradient=True)
         add_gradient(weight, lambda buffer: buffer.add_(product))
     if bias is not None and bias.requires_grad:
         add_gradient(bias, lambda buffer: buffer.add_(dy.sum(0, dtype=buffer.dtype)))

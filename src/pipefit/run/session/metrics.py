@@ -117,7 +117,7 @@ def find_peak(device: torch.device, precision: str, sharing: int = 1) -> PeakFlo
     if known is None:
         return PeakFlops(flops_per_s=0.0, source=f"no data sheet known for {name}")
     kind = data_sheet_kind(known)[0]
-    return PeakFlops(flops_per_s=kind.peak_flops_per_s[precision], source=kind.provenance.where)
+    return PeakFlops(flops_per_s=kind.peak_flops_per_s.get(precision, 0.0), source=kind.provenance.where)
 
 
 class RunLog:

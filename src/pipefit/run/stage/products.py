@@ -25,7 +25,7 @@ def use_product_type(name: str, device: torch.device) -> None:
     if name == "fp8" and not has_scaled_product(device):
         named = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         raise RunError(
-            "This device has no products in FP8.",
+            "This device cannot multiply matrices in FP8.",
             where="job.precision",
             seen=f"fp8 on {named}",
             allowed="devices of NVIDIA's Ada, Hopper and Blackwell generations, and AMD's MI300 series and later",
