@@ -69,8 +69,8 @@ def measure_rates(device: torch.device, repeats: int = 5) -> DeviceRates:
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         flops[name] = 2 * size**3 / _best_time(lambda a=a, b=b: a @ b, device, repeats)  # type: ignore[misc]
     if device.type == "cuda" and has_scaled_product(device):
-        ones = torch.ones(size, size, dtype=torch.bfloat16, device=device)
-        factor, scale = quantize_factor(ones, float8_types(device).value)
+        values = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+        factor, scale = quantize_factor(values, float8_types(device).value)
         flops["fp8"] = 2 * size**3 / _best_time(lambda: multiply_factors(factor, factor, scale, scale), device, repeats)
     use_product_type("float32", device)
     source = torch.zeros(64 * 2**20 // (1 if device.type == "cuda" else 4), dtype=torch.float32, device=device)
