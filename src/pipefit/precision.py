@@ -45,5 +45,8 @@ PRODUCT_TYPE: Mapping[Precision, str] = {precision: types.product for precision,
 COMPUTE_TYPE: Mapping[Precision, str] = {precision: types.compute for precision, types in NUMBER_TYPES.items()}
 """Type of parameters and activations."""
 
-NARROW: tuple[Precision, ...] = ("fp8", "fp8-bfloat16-gradients")
+TENSOR_TYPE: Mapping[str, str] = {types.product: types.compute for types in NUMBER_TYPES.values()}
+"""Type of the tensors around products, by the type of the products."""
+
+NARROW: tuple[Precision, ...] = tuple(name for name, product in PRODUCT_TYPE.items() if product == "fp8")
 """Precisions that run some products in a narrower type than the activations."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -64,6 +64,8 @@ class DataSheet:
     usual_host: UsualHost
     sources: Mapping[str, str]
     "The documents behind the figures, by field."
+    vendor: str = ""
+    "Only devices of the same vendor are named as better ones."
     aliases: tuple[str, ...] = ()
     "Other names for the command line."
     reported_names: tuple[str, ...] = ()
@@ -72,12 +74,6 @@ class DataSheet:
     "Share of the bfloat16 peak that large matrix products reach; None: not measured."
     attention_share: float | None = None
     "Share of the peak that attention in one kernel reaches; None: not measured."
-
-    @property
-    def vendor(self) -> str:
-        """Return the maker of the device by its first reported name: NVIDIA, AMD, or that name's first word."""
-        first = self.reported_names[0].split()[0] if self.reported_names else self.name
-        return "NVIDIA" if first in ("Tesla", "GRID") or self.name == first else first
 
 
 def network_bandwidth(text: str, where: str) -> float:
@@ -92,19 +88,19 @@ def device_sheets() -> Mapping[str, DataSheet]:
     return _read_sheets(os.environ.get(USER_FOLDER, ""))
 
 
-def find_sheet(name: str) -> DataSheet:
+def find_sheet(name: str, where: str | None = None) -> DataSheet:
     """Return the sheet of a device by its name, an alias, or the name that a driver prints.
 
-    Raises ClusterError with the nearest names for an unknown device.
+    Raises ClusterError with the nearest names for an unknown device; `where` names the input.
     """
-    sheets = device_sheets()
-    known = _spoken_names(sheets.values())
-    key = known.get(name.lower()) or reported_device(name)
+    sheets, key = device_sheets(), reported_device(name)
     if key is None:
-        near = [known[word] for word in most_like(name.lower(), known)]
+        known = _device_names(os.environ.get(USER_FOLDER, ""))
+        near = [known[word] for word in most_like(_plain_words(name), known)]
         guess = f"did you mean {near[0]}? Or describe it" if near else "describe it"
         raise ClusterError(
             f"No data sheet is known for the device {name!r}.",
+            where=where,
             seen=name,
             allowed=", ".join(sheets),
             next_step=f"{guess}: `pipefit devices {near[0] if near else 'H100'}` prints a file to change; save it in a "
@@ -116,7 +112,7 @@ def find_sheet(name: str) -> DataSheet:
 def reported_device(text: str) -> str | None:
     """Return the name of the device that a driver calls `text` (`NVIDIA A100-SXM4-80GB` -> `A100-80`); None if
     unknown."""
-    return _reported_names(os.environ.get(USER_FOLDER, "")).get(_plain_words(text))
+    return _device_names(os.environ.get(USER_FOLDER, "")).get(_plain_words(text))
 
 
 @cache
@@ -133,20 +129,16 @@ def _read_sheets(user_folder: str) -> Mapping[str, DataSheet]:
 
 
 @cache
-def _reported_names(user_folder: str) -> Mapping[str, str]:
+def _device_names(user_folder: str) -> Mapping[str, str]:
+    """Return the device by each of its names, reduced to plain words."""
     sheets = _read_sheets(user_folder).values()
-    names = {_plain_words(text): sheet.name for sheet in sheets for text in (sheet.name, *sheet.aliases)}
-    return names | {_plain_words(text): sheet.name for sheet in sheets for text in sheet.reported_names}
-
-
-def _spoken_names(sheets: Iterable[DataSheet]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for sheet in sheets:
-        names |= {alias.lower(): sheet.name for alias in sheet.aliases}
-    return names | {sheet.name.lower(): sheet.name for sheet in sheets}
+    aliases = {_plain_words(text): sheet.name for sheet in sheets for text in sheet.aliases}
+    reported = {_plain_words(text): sheet.name for sheet in sheets for text in sheet.reported_names}
+    return aliases | reported | {_plain_words(sheet.name): sheet.name for sheet in sheets}
 
 
 def _plain_words(text: str) -> str:
+    """Return a name in lower case, its words joined by `-`, without the words of vendors."""
     words = re.split(r"[^a-z0-9.]+", text.lower())
     return "-".join(word for word in words if word and word not in _VENDORS)
 

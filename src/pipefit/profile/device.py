@@ -15,10 +15,11 @@ import torch
 
 from pipefit.cluster.spec import local_cluster
 from pipefit.lab import pace
+from pipefit.precision import TENSOR_TYPE
 from pipefit.profile.environment import cpu_model, machine_fingerprint
 from pipefit.profile.facts import CPU, DTYPES, DeviceRates, ProfileMember
 from pipefit.run.autograd.float8 import float8_types, has_scaled_product, multiply_factors, quantize_factor
-from pipefit.run.stage.products import TENSOR_TYPE, use_product_type
+from pipefit.run.stage.products import use_product_type
 
 _SIZE = {"cpu": 768, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed."""
@@ -65,7 +66,7 @@ def measure_rates(device: torch.device, repeats: int = 5) -> DeviceRates:
     flops: dict[str, float] = {}
     for name in DTYPES:
         use_product_type(name, device)
-        dtype = getattr(torch, TENSOR_TYPE.get(name, name))
+        dtype = getattr(torch, TENSOR_TYPE[name])
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         flops[name] = 2 * size**3 / _best_time(lambda a=a, b=b: a @ b, device, repeats)  # type: ignore[misc]
     if device.type == "cuda" and has_scaled_product(device):

@@ -18,9 +18,10 @@ import torch
 
 from pipefit.lab import pace
 from pipefit.model.graph import Graph, Operator, TensorSpec, size_value
+from pipefit.precision import TENSOR_TYPE
 from pipefit.profile.points import WorkPoint, sizes_at
 from pipefit.run.session.faults import is_out_of_memory
-from pipefit.run.stage.products import TENSOR_TYPE, use_product_type
+from pipefit.run.stage.products import use_product_type
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.stage_inputs import StageInputs
 
@@ -78,7 +79,7 @@ class StageBench:
 
     def __init__(self, layers: Sequence[StageLayer], dtype: str, device: torch.device) -> None:
         self.layers, self.device, self.product_type = layers, device, dtype
-        self.dtype = getattr(torch, TENSOR_TYPE.get(dtype, dtype))
+        self.dtype = getattr(torch, TENSOR_TYPE[dtype])
         self._programs: dict[bool, StageProgram] = {}
 
     def visit_point(self, point: WorkPoint, window_s: float = WINDOW_S) -> Visit:

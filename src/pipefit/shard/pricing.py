@@ -131,7 +131,8 @@ class _LayerPricing:
         self.units = cut_units(graph)
         self.parameters = {spec.name: spec for spec in graph.parameters}
         self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
-        self.work = OperatorPricing(setting, self.shapes, self.tensors, self.parameters, narrow_outputs(graph))
+        narrow = narrow_outputs(graph, setting.precision)
+        self.work = OperatorPricing(setting, self.shapes, self.tensors, self.parameters, narrow)
         self.width = COMPUTE_BYTES[setting.precision]
         self.kept = {*kept_values(graph, "none", self.width).values, *graph.outputs}
         self.values: dict[str, int] = {}

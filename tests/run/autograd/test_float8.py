@@ -4,6 +4,7 @@ training with stages, replicas and shards."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pipefit.errors import RunError
 from pipefit.precision import Precision
 from pipefit.run.autograd.float8 import float8_types, has_scaled_product, pad_rows, quantize_factor, scaled_product
 from pipefit.run.autograd.saved_forward import SavedForward
-from pipefit.run.ops.linear import accumulate_linear, accumulate_narrow, apply_linear
+from pipefit.run.ops.linear import accumulate_linear, apply_linear
 from pipefit.run.stage.products import use_product_type
 
 VALUE_TYPE, GRADIENT_TYPE = float8_types(torch.device("cpu"))
@@ -62,7 +63,7 @@ def linear_results(narrow: bool, rows: int = 32) -> dict[str, torch.Tensor]:
     x.requires_grad_(True)
     record = SavedForward.__new__(SavedForward)
     record.deferred = None  # type: ignore[attr-defined]
-    accumulate = accumulate_narrow if narrow else accumulate_linear
+    accumulate = partial(accumulate_linear, narrow=narrow)
     y: Any = apply_linear(x, *parameters, record, 0, accumulate, narrow)
     y.backward(draw(2, rows // 2, 48, seed=3))
     assert x.grad is not None

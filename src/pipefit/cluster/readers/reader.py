@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pipefit.cluster.catalogue import NAME
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
@@ -15,7 +16,7 @@ from pipefit.units import format_bandwidth, parse_bandwidth
 RAIL_LATENCY_S = 10e-6
 """Assumed between hosts if only a bandwidth is given."""
 
-_DEVICES = re.compile(r"^(?:(?P<count>\d+)x)?(?P<kind>[A-Za-z][\w-]*|\d{4})$")
+_DEVICES = re.compile(rf"^(?:(?P<count>\d+)x)?(?P<kind>{NAME})$")
 
 
 @dataclass(frozen=True, slots=True)

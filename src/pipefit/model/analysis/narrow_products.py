@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pipefit.model.graph import Graph, Operator
 from pipefit.model.ops.unshard import stored_weights
+from pipefit.precision import NARROW, Precision
 
 MULTIPLE = 16
 """Sizes of FP8 matrices are multiples of this (cuBLASLt, torch._scaled_mm)."""
@@ -23,8 +24,10 @@ def has_narrow_product(graph: Graph, operator: Operator) -> bool:
     return all(size % MULTIPLE == 0 for size in stored_weights(graph)[operator.inputs[1]].shape)
 
 
-def narrow_outputs(graph: Graph) -> frozenset[str]:
-    """Return the outputs of the operators that run in FP8."""
+def narrow_outputs(graph: Graph, precision: Precision) -> frozenset[str]:
+    """Return the outputs of the operators that run in FP8; none, unless the precision has such products."""
+    if precision not in NARROW:
+        return frozenset()
     return frozenset(operator.outputs[0] for operator in graph.operators if has_narrow_product(graph, operator))
 
 

@@ -10,7 +10,7 @@ from pipefit.precision import NARROW, Precision
 
 def check_blocks(model: Model, precision: Precision, where: str) -> None:
     """Raise PlanError for FP8 on a model without a linear layer that can run in it."""
-    if precision in NARROW and not any(narrow_outputs(graph) for graph in model.graphs.values()):
+    if precision in NARROW and not any(narrow_outputs(graph, precision) for graph in model.graphs.values()):
         raise PlanError(
             "No linear layer of this model can run in FP8.",
             where=where,

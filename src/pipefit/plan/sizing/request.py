@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipefit.cluster.catalogue import find_sheet
-from pipefit.errors import ClusterError, FormatError, PlanError
+from pipefit.errors import FormatError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Job
 
@@ -126,12 +126,7 @@ def _read_price(row: Mapping[str, str], where: str) -> tuple[str, float]:
         raise FormatError(
             "The price of a device is a number.", where=where, seen=repr(row["price"]), allowed="for example 2.49"
         )
-    try:
-        return find_sheet((row["device"] or "").strip()).name, price
-    except ClusterError as error:
-        raise ClusterError(
-            error.what, where=where, seen=error.seen, allowed=error.allowed, next_step=error.next_step
-        ) from None
+    return find_sheet((row["device"] or "").strip(), where).name, price
 
 
 def check_prices(devices: Sequence[str], prices: Mapping[str, float], where: str) -> None:

@@ -8,7 +8,7 @@ runs twice; W holds only x and dy. Shapes: x (..., I), weight (O, I), bias (O,),
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -73,21 +73,12 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torc
     return scaled_product(flat, weight.t(), gradient=True).reshape(*dy.shape[:-1], weight.shape[1])
 
 
-def accumulate_narrow(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """Add the gradients of a linear layer as `accumulate_linear` does, with the product in FP8."""
-    flat, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    if weight.requires_grad and len(flat):
-        product = scaled_product(pad_rows(dy).t(), pad_rows(flat).t(), torch.float32, gradient=True)
-        add_gradient(weight, lambda buffer: buffer.add_(product))
-    if bias is not None and bias.requires_grad:
-        add_gradient(bias, lambda buffer: buffer.add_(dy.sum(0, dtype=buffer.dtype)))
-
-
-def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """Add the gradients of a linear layer's weight (dy^T x) and bias (sum of dy) to their buffers."""
-    dy = dy.reshape(-1, dy.shape[-1])
+def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor, narrow: bool = False) -> None:
+    """Add the gradients of a linear layer's weight (dy^T x, in FP8 if `narrow`) and bias (sum of dy) to their
+    buffers."""
+    dy, add = dy.reshape(-1, dy.shape[-1]), add_narrow_product if narrow else add_product
     if weight.requires_grad:
-        add_gradient(weight, lambda buffer: add_product(buffer, dy.t(), x.reshape(-1, x.shape[-1])))
+        add_gradient(weight, lambda buffer: add(buffer, dy.t(), x.reshape(-1, x.shape[-1])))
     if bias is not None and bias.requires_grad:
         add_gradient(bias, lambda buffer: buffer.add_(dy.sum(0, dtype=buffer.dtype)))
 
@@ -120,6 +111,11 @@ def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         buffer.addmm_(a.to(buffer.dtype), b.to(buffer.dtype))
 
 
+def add_narrow_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """buffer += a @ b in FP8, for a gradient a: (N, M) and values b: (M, K), of any number of rows M."""
+    buffer.add_(scaled_product(pad_rows(a.t()).t(), pad_rows(b).t(), torch.float32, gradient=True))
+
+
 @cache
 def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if this device multiplies `dtype` into a float32 sum in one kernel; tried once, on a small
@@ -140,7 +136,7 @@ def runs_narrow(operator: Operator, context: OperatorContext) -> bool:
 def build_linear(operator: Operator, context: OperatorContext) -> OperatorStep:
     layer = context.layer
     narrow = runs_narrow(operator, context)
-    accumulate = accumulate_narrow if narrow else accumulate_linear
+    accumulate = partial(accumulate_linear, narrow=narrow)
     return OperatorStep(
         lambda record, x, weight, bias: apply_linear(x, weight, bias, record, layer, accumulate, narrow),
         wants_record=True,

@@ -16,7 +16,7 @@ from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
-from pipefit.run.ops.linear import accumulate_linear, accumulate_narrow, apply_linear, runs_narrow
+from pipefit.run.ops.linear import accumulate_linear, apply_linear, runs_narrow
 from pipefit.run.ops.shape import deferred_size
 from pipefit.run.sharded.parts import gather_parts
 
@@ -26,14 +26,14 @@ def build_linear_factors(operator: Operator, context: OperatorContext) -> Operat
     total, (how, gradient_lowering) = deferred_size(operator.attributes["whole"], context.shard), lowering_of(operator)
     assert shard is not None, "factors are gathered in a stage without a shard axis"
     narrow = runs_narrow(operator, context)
-    accumulate = accumulate_narrow if narrow else accumulate_linear
 
     def run_linear_factors(record: SavedForward, x: Any, weight: Any, bias: Any) -> Any:
         runs = shard.runs(total(record))
 
         def accumulate_factors(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
             whole_x = gather_parts(x, runs, dim, shard, how)
-            accumulate(weight, bias, whole_x, gather_parts(dy, runs, dim, shard, gradient_lowering))
+            whole_dy = gather_parts(dy, runs, dim, shard, gradient_lowering)
+            accumulate_linear(weight, bias, whole_x, whole_dy, narrow)
 
         return apply_linear(x, weight, bias, record, layer, accumulate_factors, narrow)
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from pipefit.errors import RunError
 from pipefit.run.autograd.float8 import has_scaled_product
-
-TENSOR_TYPE: Mapping[str, str] = {"tf32": "float32", "fp8": "bfloat16"}
-"""Type of the tensors around products, where that is another one."""
 
 
 def use_product_type(name: str, device: torch.device) -> None:
