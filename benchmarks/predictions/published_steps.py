@@ -1,6 +1,6 @@
 """Step times of published runs, predicted from data sheets with the published degrees.
 
-python -m benchmarks.predictions.published_steps --json benchmarks/results/published_steps.json    about two minutes
+python -m benchmarks.predictions.published_steps --json benchmarks/results/published_steps.json    some minutes
 python -m benchmarks.predictions.published_steps --fit --json ...    also fits the constants, each model left out once
 python -m benchmarks.predictions.published_steps --quick             eight rows
 
@@ -22,7 +22,7 @@ import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -38,6 +38,8 @@ from benchmarks.planning.published_rows import (
     write_model,
 )
 from pipefit.cluster import parse_spec
+from pipefit.cluster.catalogue import find_sheet
+from pipefit.cluster.kinds import ATTENTION_SHARE, BANDWIDTH_SHARE, OVERLAP, PRODUCT_TRAFFIC
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
@@ -274,10 +276,16 @@ def fit_without_each(planned: Sequence[PlannedRow]) -> dict[str, Any]:
     return {"constants": {name: round(getattr(everything, name), 4) for name in FIELDS}, "models": models}
 
 
-FIELDS = ("product_traffic", "bandwidth_share", "attention_share", "hopper_attention_share", "overlap")
-START = KernelConstants(2.0, 0.36, 0.333, 0.178, 0.38)
-TRAFFIC = 2.0
-"""The rows determine the traffic of products and the bandwidth of other operators only together: one is set."""
+FIELDS = tuple(field.name for field in fields(KernelConstants))
+START = KernelConstants(
+    product_traffic=PRODUCT_TRAFFIC,
+    bandwidth_share=BANDWIDTH_SHARE,
+    attention_share=ATTENTION_SHARE,
+    hopper_attention_share=find_sheet("H100").attention_share or 0.0,
+    overlap=OVERLAP,
+)
+"""The constants of today. The rows determine the traffic of products and the bandwidth of other operators only
+together: the traffic is set."""
 
 
 def fit_constants(entries: Sequence[PlannedRow], start: KernelConstants = START) -> KernelConstants:
@@ -288,7 +296,7 @@ def fit_constants(entries: Sequence[PlannedRow], start: KernelConstants = START)
     names = FIELDS[1:]
 
     def constants_of(logarithms: Sequence[float]) -> KernelConstants:
-        return KernelConstants(TRAFFIC, *(min(1.0, math.exp(value)) for value in logarithms))
+        return KernelConstants(START.product_traffic, *(min(1.0, math.exp(value)) for value in logarithms))
 
     def errors_of(logarithms: Sequence[float]) -> Any:
         constants = constants_of(logarithms)

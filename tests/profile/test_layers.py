@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tests.support import worker_plans as plans
 
 from pipefit.cluster import parse_spec
 from pipefit.cost.compute.curves import FEATURES
 from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
+from pipefit.precision import TENSOR_TYPE
 from pipefit.profile.calibrate import add_ratios, fit_efficiency
+from pipefit.profile.facts import LAYER_DTYPES
 from pipefit.profile.layer_phase import distinct_layers, layer_curve
 from pipefit.profile.layers import (
     ACTIONS,
@@ -26,6 +30,8 @@ from pipefit.profile.layers import (
     unsettled_points,
 )
 from pipefit.profile.points import WorkPoint, first_points
+from pipefit.run.ops import linear
+from pipefit.run.stage.products import use_product_type
 
 CPU = torch.device("cpu")
 
@@ -100,6 +106,26 @@ def test_every_kind_of_layer_is_timed_at_every_point(graph: Graph, dtype: str) -
         assert {action: len(calls) for action, calls in visit.items()} == {"F": 2, "B": 1, "I": 1, "W": 1}
         assert all(wall > 0 and own >= 0 for calls in visit.values() for wall, own in calls)
     assert len(bench.visit_point(WorkPoint(1, 16), window_s=0.2)["B"]) > 1
+
+
+@pytest.mark.parametrize("dtype", LAYER_DTYPES)
+def test_layers_are_timed_in_the_number_type_of_their_products(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of a family, whose linear layers run in FP8 if that is the type: seven forward, seven times two back."""
+    products: list[torch.Size] = []
+    scaled_product = linear.scaled_product
+
+    def counted_product(left: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        products.append(left.shape)
+        return scaled_product(left, *arguments, **options)
+
+    monkeypatch.setattr(linear, "scaled_product", counted_product)
+    model = plans.model("llama")
+    block = next(layer for layer in model.layers if layer.name == "layers.0")
+    bench = LayerBench(ProfiledLayer(model.graphs[block.graph], "block", dtype), CPU)
+    bench.visit_point(WorkPoint(1, 16), window_s=0.0)
+    use_product_type("float32", CPU)
+    assert bench.dtype == getattr(torch, TENSOR_TYPE[dtype])
+    assert len(products) == (2 * 7 + 4 * 7 if dtype == "fp8" else 0), "F, B, F, I, W"
 
 
 def test_context_makes_attention_cost_more() -> None:

@@ -7,7 +7,6 @@ These make the device kind, so that the roofline of unmeasured layers is based o
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ from pipefit.precision import TENSOR_TYPE
 from pipefit.profile.environment import cpu_model, machine_fingerprint
 from pipefit.profile.facts import CPU, DTYPES, DeviceRates, ProfileMember
 from pipefit.run.autograd.float8 import float8_types, has_scaled_product, multiply_factors, quantize_factor
+from pipefit.run.session.process_use import peak_resident_bytes
 from pipefit.run.stage.products import use_product_type
 
 _SIZE = {"cpu": 768, "cuda": 8192}
@@ -34,7 +34,7 @@ def describe_rank(rank: int, local_rank: int, local_size: int, device: torch.dev
         total = int(total)
     else:
         kind, total = f"{CPU}{cpu_model()}", local_cluster(local_size).kinds["cpu"].memory_bytes
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        used = peak_resident_bytes()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     emulated = pace.emulated_device()
     if emulated is not None:

@@ -125,8 +125,7 @@ class _LayerPricing:
         pinned: Mapping[str, TensorForm],
         elsewhere: Collection[str],
     ) -> None:
-        self.graph, self.setting, self.takes, self.pinned = graph, setting, takes, pinned
-        self.elsewhere = elsewhere
+        self.graph, self.setting, self.takes, self.pinned, self.elsewhere = graph, setting, takes, pinned, elsewhere
         self.shapes = shapes_of(graph)
         self.units = cut_units(graph)
         self.parameters = {spec.name: spec for spec in graph.parameters}

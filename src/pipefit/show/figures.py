@@ -108,17 +108,25 @@ def _peak_share_figure(plan: Plan, record: RunRecord | None) -> FigurePair:
 
 
 def headline_lines(plan: Plan, record: RunRecord | None) -> list[str]:
-    """Return `step: 160 ms predicted, 171 ms measured (-6.4 %)` and the same for memory; without a run, nothing."""
-    lines = []
+    """Return `step time: 160 ms predicted, 171 ms measured (-6.4 %)` and the same for memory; nothing without a run."""
+    figures, lines = figures_of(plan, record), []
     for name in ("step_s", "peak_bytes"):
-        column, pair = COLUMNS[name], figures_of(plan, record)[name]
+        column, pair = COLUMNS[name], figures[name]
         if pair.predicted is not None and pair.measured is not None:
-            off = 100 * (pair.relative_error or 0.0)
+            predicted, measured = (column.format_value(value) for value in (pair.predicted, pair.measured))
             lines.append(
-                f"{column.title.lower()}: {column.format_value(pair.predicted)} predicted, "
-                f"{column.format_value(pair.measured)} measured ({off:+.1f} %)"
+                f"{column.title.lower()}: {predicted} predicted, {measured} measured "
+                f"({format_difference(pair, column.is_share)})"
             )
     return lines
+
+
+def format_difference(pair: FigurePair, is_share: bool) -> str:
+    """Return the prediction over the measurement as `-6.4 %`, or as `-6.4 points` for shares. Both are known."""
+    assert pair.predicted is not None and pair.measured is not None
+    if is_share:
+        return f"{100 * (pair.predicted - pair.measured):+.1f} points"
+    return f"{100 * (pair.relative_error or 0.0):+.1f} %"
 
 
 def format_percent(share: float) -> str:

@@ -12,7 +12,7 @@ from pipefit.layout import Mesh
 from pipefit.plan.explain.text import risk_line
 from pipefit.plan.types import LanePrediction
 from pipefit.show.breakdown import PARTS, StepBreakdown
-from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, format_percent
+from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, format_difference, format_percent
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.record import RecordedStep, RunRecord
 from pipefit.show.subject import ReportSubject
@@ -96,10 +96,7 @@ def _figure_tile(column: ReportColumn, pair: FigurePair) -> str:
         return plain_tile(column.title, value, "predicted")
     if pair.predicted is None:
         return plain_tile(column.title, show_value(pair.measured), "measured")
-    if column.is_share:
-        off = f"{100 * (pair.predicted - pair.measured):+.1f} points".replace("-", "−")
-    else:
-        off = f"{100 * (pair.relative_error or 0.0):+.1f} %".replace("-", "−")
+    off = format_difference(pair, column.is_share).replace("-", "−")
     return plain_tile(column.title, show_value(pair.measured), f"predicted <b>{show_value(pair.predicted)}</b> ({off})")
 
 

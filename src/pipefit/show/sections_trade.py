@@ -13,6 +13,7 @@ from pipefit.plan.types import PlanPrediction, TradePoint
 from pipefit.schedule.fit.family import FIT
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.labels import CHARACTER, PlacedLabel, place_labels
+from pipefit.show.scales import LinearScale
 from pipefit.show.sections import section_card
 from pipefit.units import format_bytes, format_seconds
 
@@ -104,8 +105,8 @@ def _trade_drawing(points: Sequence[TradePoint], limit: float | None) -> str:
     low = min(point.memory_bytes for _, point in shown)
     high = max(limit or 0.0, *(point.memory_bytes for _, point in shown))
     slow = max(point.step_s for _, point in shown)
-    x = _LinearScale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
-    y = _LinearScale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
+    x = LinearScale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
+    y = LinearScale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
     fitted = " ".join(
         f"{x(point.memory_bytes):.1f},{y(point.step_s):.1f}" for _, point in shown if point.schedule == FIT
     )
@@ -173,18 +174,7 @@ def _point_mark(index: int, point: TradePoint, x: float, y: float, label: Placed
     )
 
 
-class _LinearScale:
-    """A linear map from values to drawing coordinates."""
-
-    def __init__(self, low: float, high: float, start: float, stop: float) -> None:
-        self.low, self.start = low, start
-        self.slope = (stop - start) / (high - low if high > low else 1.0)
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) * self.slope
-
-
-def _draw_axes(x: _LinearScale, y: _LinearScale, low: float, high: float, fast: float, slow: float) -> str:
+def _draw_axes(x: LinearScale, y: LinearScale, low: float, high: float, fast: float, slow: float) -> str:
     parts = []
     for index in range(TICKS):
         part = index / (TICKS - 1)

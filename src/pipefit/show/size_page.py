@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from pipefit.plan.sizing.request import SizingRequest
 from pipefit.plan.sizing.sizes import DAY_S, SizedTraining, answer_sizes
-from pipefit.plan.sizing.text import format_cost, format_days, size_cells, size_columns, size_headline
+from pipefit.plan.sizing.text import format_days, size_cells, size_columns, size_headline, time_words
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.page import fill_template
+from pipefit.show.scales import LogScale
 from pipefit.show.sections import plain_tile, section_card
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 86, 46, 18, 96
@@ -39,8 +40,7 @@ def _answer_section(request: SizingRequest, trainings: Sequence[SizedTraining]) 
         training = answer.training
         value, small = "none", "no cluster that was planned"
         if training is not None and training.days is not None:
-            cost = "" if training.cost is None else f", {format_cost(training.cost)}"
-            value, small = training.size.cluster, f"{format_days(training.days)}{cost}"
+            value, small = training.size.cluster, time_words(training)
         tiles.append(plain_tile(answer.question, escape_text(value), escape_text(small)))
     note = (
         '<p class="note">Every cluster is planned by the layout search, from the data sheets of its devices. '
@@ -69,8 +69,8 @@ def _curve_section(request: SizingRequest, trainings: Sequence[SizedTraining]) -
 def _draw_curves(points: Sequence[tuple[str, int, float]], deadline: float | None) -> str:
     counts = sorted({count for _, count, _ in points})
     all_days = [days for *_, days in points] + ([] if deadline is None else [deadline])
-    x = _LogScale(counts[0], counts[-1], LEFT, WIDTH - RIGHT)
-    y = _LogScale(min(all_days) / 1.2, max(all_days) * 1.2, HEIGHT - BOTTOM, TOP)
+    x = LogScale(counts[0], counts[-1], LEFT, WIDTH - RIGHT)
+    y = LogScale(min(all_days) / 1.2, max(all_days) * 1.2, HEIGHT - BOTTOM, TOP)
     parts = [_draw_axes(x, y, counts)]
     if deadline is not None:
         level = y(deadline)
@@ -109,18 +109,7 @@ def _draw_curve(device: str, line: Sequence[tuple[float, float, int, float]], co
     )
 
 
-class _LogScale:
-    """A logarithmic map from values to drawing coordinates."""
-
-    def __init__(self, low: float, high: float, start: float, stop: float) -> None:
-        self.low, self.high, self.start = low, high, start
-        self.slope = (stop - start) / (math.log(high / low) if high > low else 1.0)
-
-    def __call__(self, value: float) -> float:
-        return self.start + math.log(value / self.low) * self.slope
-
-
-def _draw_axes(x: _LogScale, y: _LogScale, counts: Sequence[int]) -> str:
+def _draw_axes(x: LogScale, y: LogScale, counts: Sequence[int]) -> str:
     parts = []
     for days in _round_durations(y.low, y.high):
         parts.append(

@@ -117,6 +117,7 @@ def test_layouts_agree_in_fp8(gloo_pool: Any) -> None:
     assert alone != wide, "blocks run in FP8"
     for name, choices in LAYOUTS.items():
         losses = trained(gloo_pool, "fp8", **choices)
+        assert losses[0] != trained(gloo_pool, "bfloat16", **choices)[0], f"{name}: blocks run in FP8"
         assert losses[0] == pytest.approx(alone[0], rel=5e-3), name
         assert losses == pytest.approx(alone, rel=4e-2), name
     assert wide == pytest.approx(alone, rel=2e-2)

@@ -19,6 +19,7 @@ from pipefit.codec import content_digest
 from pipefit.errors import PipefitError, StalePlanError
 from pipefit.plan.check.rules import save_plan
 from pipefit.run.session.launch import launch_lines
+from pipefit.run.session.process_use import resident_bytes
 from pipefit.run.session.staleness import check_cluster
 
 
@@ -65,6 +66,9 @@ def test_two_processes_train_save_and_one_process_goes_on(tmp_path, alone):
     trace = json.loads((run / "trace.json").read_text())
     assert trace["step"] == 2 and [rank["rank"] for rank in trace["ranks"]] == [0, 1]
     assert [span[0] for span in trace["ranks"][1]["spans"]] == the_plan.order.lanes[1].split()
+    assert all(0 < rank["core_share"] <= 1 for rank in trace["ranks"])
+    used = [record["memory_bytes"] for record in records if "loss" in record]
+    assert 0 < max(used) < resident_bytes(), "without Python and its libraries"
     model = AutoModelForCausalLM.from_pretrained(run / "weights")
     assert model.config.num_hidden_layers == 2
 

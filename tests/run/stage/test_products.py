@@ -31,11 +31,15 @@ def test_only_tf32_lets_products_round() -> None:
 
 @pytest.mark.gloo
 def test_processors_compute_tf32_as_float32(gloo_pool) -> None:
-    """The losses of two steps are those of float32, bit by bit."""
+    """The losses of two steps are those of float32, bit by bit; the workers ask for TF32, and then no longer."""
     float32 = plans.plan("llama", replace(plans.JOB, precision="float32"), stages=2, microbatches=2)
     tf32 = replace(float32, job=replace(float32.job, precision="tf32"))
-    results = [trained(gloo_pool, plan) for plan in (float32, tf32)]
+    results, settings = [], []
+    for plan in (tf32, float32):
+        results.append(trained(gloo_pool, plan))
+        settings.append(gloo_pool.run(torch.get_float32_matmul_precision, ranks=2))
     assert results[0]["steps"] == results[1]["steps"]
+    assert settings == [["high", "high"], ["highest", "highest"]]
 
 
 def trained(gloo_pool, plan: Plan):

@@ -73,6 +73,11 @@ class SearchResult:
     fitted: int = 0
     "Number of orders fitted to a layout that beat every family."
 
+    @property
+    def closest_misfit(self) -> InfeasiblePlan | None:
+        """Return the plan that lacks the least memory; None if none is known."""
+        return min(self.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes, default=None)
+
     def leaves_to_gain(self, fraction: float) -> bool:
         """Return whether the best plan is above the lower bound by more than this fraction."""
         return not self.fitting or self.fitting[0].step_s > self.lower_bound_s * (1 + fraction)

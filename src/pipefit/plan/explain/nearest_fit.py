@@ -28,7 +28,8 @@ NARROWER_GRADIENTS: Mapping[Precision, Precision] = {
 
 def does_not_fit(context: PlannerContext, job: Job, constraints: Constraints, found: SearchResult) -> DoesNotFitError:
     """Return the error for a search without a result: its closest plan, and a change under which some plan fits."""
-    closest = min(found.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
+    closest = found.closest_misfit
+    assert closest is not None, "a search without any plan that fits has a misfit"
     change = nearest_change(context, job, constraints)
     spent = found.open_bound_s < float("inf")
     begin = "No plan that fits was found before the search's budget was spent" if spent else "No plan fits"

@@ -147,7 +147,7 @@ def layout_words(decisions: ParallelConfig) -> str:
 
 
 def _missing_words(result: SearchResult) -> str:
-    closest = min(result.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes, default=None)
+    closest = result.closest_misfit
     if closest is None:
         return "no layout fits"
     return f"no layout fits: {format_bytes(closest.peak_bytes - closest.limit_bytes)} a device are missing"
@@ -160,13 +160,13 @@ def answer_sizes(trainings: Sequence[SizedTraining], deadline_s: float | None) -
     """
     fitting = [training for training in trainings if training.days is not None]
     timely = [t for t in fitting if deadline_s is None or (t.days or 0.0) * DAY_S <= deadline_s]
-    answers = [SizingAnswer("smallest that fits", _least(fitting, _by_devices))]
+    answers = [SizingAnswer("smallest that fits", min(fitting, key=_by_devices, default=None))]
     if deadline_s is not None:
-        answers.append(SizingAnswer("smallest in time", _least(timely, _by_devices)))
+        answers.append(SizingAnswer("smallest in time", min(timely, key=_by_devices, default=None)))
     if any(training.cost is not None for training in fitting):
         words = "cheapest" if deadline_s is None else "cheapest in time"
-        answers.append(SizingAnswer(words, _least(timely, _by_cost)))
-    answers.append(SizingAnswer("fastest", _least(fitting, _by_days)))
+        answers.append(SizingAnswer(words, min(timely, key=_by_cost, default=None)))
+    answers.append(SizingAnswer("fastest", min(fitting, key=_by_days, default=None)))
     return tuple(answers)
 
 
@@ -184,10 +184,6 @@ def sizing_data(request: SizingRequest, trainings: Sequence[SizedTraining]) -> M
         "trainings": [to_data(training) for training in trainings],
         "answers": {a.question: a.training.size.cluster if a.training else None for a in answers},
     }
-
-
-def _least(trainings: Sequence[SizedTraining], key) -> SizedTraining | None:  # type: ignore[no-untyped-def]
-    return min(trainings, key=key, default=None)
 
 
 def _by_devices(training: SizedTraining) -> tuple[float, float]:

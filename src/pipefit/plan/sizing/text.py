@@ -30,10 +30,15 @@ def answer_lines(request: SizingRequest, trainings: Sequence[SizedTraining]) -> 
 
 
 def training_words(training: SizedTraining) -> str:
-    """Return a training that fits in words: its cluster, days, cost, and layout."""
+    """Return a training that fits in words: its cluster, time, cost, and layout."""
+    return f"{training.size.cluster}, {time_words(training)}; {training.layout}"
+
+
+def time_words(training: SizedTraining) -> str:
+    """Return the time of a training that fits, and its cost if there are prices."""
     assert training.days is not None
     cost = "" if training.cost is None else f", {format_cost(training.cost)}"
-    return f"{training.size.cluster}, {format_days(training.days)}{cost}; {training.layout}"
+    return f"{format_days(training.days)}{cost}"
 
 
 def size_table(request: SizingRequest, trainings: Sequence[SizedTraining]) -> TextTable:

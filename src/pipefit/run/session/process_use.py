@@ -15,7 +15,7 @@ import torch
 
 
 class ProcessUse:
-    """Memory and core time of this process since this object was made. `sharing` processes share the machine."""
+    """Memory beyond that at this object's making, and core time since then. `sharing` processes share the machine."""
 
     def __init__(self, device: torch.device, sharing: int = 1) -> None:
         self.device, self.sharing = device, sharing
@@ -28,8 +28,7 @@ class ProcessUse:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             return torch.cuda.max_memory_allocated(self.device), total
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return max(0, peak - self.library_bytes), _machine_bytes(self.sharing)
+        return max(0, peak_resident_bytes() - self.library_bytes), _machine_bytes(self.sharing)
 
     def core_share(self) -> float | None:
         """Return the share of the time in which the main thread could run and had a core; None where the kernel does
@@ -43,7 +42,12 @@ def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def scheduled_s() -> tuple[float, float]:

@@ -71,7 +71,7 @@ class TrainingRun:
         """Build the worker and its state once the batch source, with its worker processes, is open."""
         plan, config, world = self.plan, self.config, self.world
         world.require_agreement("corpus", self.feeding.digest, corpus_mismatch)
-        self.use = ProcessUse(world.device, world.local_size)
+        self.process_use = ProcessUse(world.device, world.local_size)
         value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, CommGroups(world.device), world.device, optimizer, value=value)
         elements = sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets)
@@ -124,7 +124,7 @@ class TrainingRun:
                         step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
                         tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
                         devices=len(self.plan.used_devices), peak=peak,
-                        memory=self.use.peak_memory(), data_s=data_s / steps,
+                        memory=self.process_use.peak_memory(), data_s=data_s / steps,
                     )
                 )  # fmt: skip
                 since, steps, data_s = now, 0, 0.0
@@ -141,7 +141,7 @@ class TrainingRun:
         evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
         saves = last or bool(config.save_every and done % config.save_every == 0)
         if self.worker.tracing:
-            write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s, self.use)
+            write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s, self.process_use)
         if evaluates:
             self.evaluate_loss(done, log)
             self.report_broken(done, log)
