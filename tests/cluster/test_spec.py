@@ -50,7 +50,7 @@ def test_several_hosts_are_joined_by_what_is_given() -> None:
     ("text", "words"),
     [
         ("2x8xH100", ["Several hosts need the bandwidth", "2x8xH100:8x400Gbit/s"]),
-        ("8xH1000", ["No data sheet is known", "did you mean H100?"]),
+        ("8xH1000", ["No data sheet is known", "where: --cluster", "did you mean H100?"]),
         ("8xBanana", ["No data sheet is known", "pipefit devices H100", "PIPEFIT_DEVICES"]),
         ("0xH100", ["at least one host and one device"]),
         ("2x8xH100:fast", ["not a number with a unit", "--cluster"]),

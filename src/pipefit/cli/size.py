@@ -93,7 +93,7 @@ def _read_request(options: SizeOptions) -> SizingRequest:
             raise PlanError("A number above zero is needed.", where=name, seen=value)
     if options.network:
         network_bandwidth(options.network, "--network")
-    devices = tuple(dict.fromkeys(find_sheet(name.strip()).name for name in options.devices.split(",")))
+    devices = tuple(dict.fromkeys(find_sheet(name.strip(), "--devices").name for name in options.devices.split(",")))
     prices = None if options.prices is None else read_prices(options.prices)
     if prices is not None:
         check_prices(devices, prices, str(options.prices))

@@ -39,10 +39,10 @@ ATTENTION_SHARE = 0.333
 0.178 of H100 is fitted to runs with kernels of 2023 and 2024."""
 
 
-def data_sheet_kind(name: str) -> tuple[DeviceKind, Link]:
+def data_sheet_kind(name: str, where: str | None = None) -> tuple[DeviceKind, Link]:
     """Return the device kind of that name and the link between two of them in one host. Raises ClusterError if
-    unknown."""
-    sheet = find_sheet(name)
+    unknown; `where` names the input."""
+    sheet = find_sheet(name, where)
     kind = DeviceKind(
         name=sheet.name,
         memory_bytes=round(sheet.memory_mib * MIB * (1 - RESERVED_SHARE)),

@@ -54,7 +54,7 @@ def parse_spec(text: str) -> Cluster:
     hosts, devices = int(match["hosts"] or 1), int(match["devices"])
     if hosts < 1 or devices < 1:
         raise ClusterError("A cluster needs at least one host and one device.", where="--cluster", seen=repr(text))
-    kind, link = data_sheet_kind(match["kind"])
+    kind, link = data_sheet_kind(match["kind"], "--cluster")
     if match["hosts"] is None:
         _check_single_host(match, text)
     if hosts > 1 and match["rail"] is None:

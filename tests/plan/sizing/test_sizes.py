@@ -209,7 +209,7 @@ def test_interruption_keeps_the_sizes_so_far(
         (("--tokens", "1e400"), ["--tokens", "too large"]),
         (("--devices", "H100,A100-80", "--precision", "fp8"), ["The A100-80 has no peak for fp8", "--precision"]),
         (("--precision", "fp8", "--devices", "H100"), ["No linear layer of this model can run in FP8"]),
-        (("--devices", "H1000"), ["No data sheet", "did you mean H100"]),
+        (("--devices", "H1000"), ["No data sheet", "where: --devices", "did you mean H100"]),
         (("--max-gpus", "0"), ["--max-gpus", "above zero"]),
         (("--network", "fast", "--max-gpus", "16"), ["--network", "not a number with a unit"]),
         (("--precision", "int8"), ["--precision", "bfloat16"]),
