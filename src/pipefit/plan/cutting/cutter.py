@@ -20,7 +20,14 @@ from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, Recompute, StageW
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
-from pipefit.plan.assemble.shard_programs import ProgramCache, ShardedCounts, kept_state_bytes, layer_shares
+from pipefit.plan.assemble.shard_programs import (
+    ProgramCache,
+    ShardedCounts,
+    StoredParameter,
+    count_parameters,
+    kept_state_bytes,
+    layer_shares,
+)
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.cutting.layer_cut import (
     Balance,
@@ -365,12 +372,10 @@ class LayerCutter:
         """Return [layer] of trained elements that are replicated over the axis that divides rows and experts: all, and
         the ones of parameters without another layer. A shared parameter counts at its first layer."""
         if (sharding, shards) not in self._spread:
-            counts, seen = [], set[str]()
-            for layer in self.programs.modules[self.module].layers:
-                named = self.programs.named_parameters((layer,), sharding, shards)
-                stored = [p for name, p in named.items() if p.trainable and p.spread and name not in seen]
-                counts.append(sum(max(p.elements) for p in stored))
-                seen |= named.keys()
+            counts = [
+                sum(max(stored.elements) for stored in new if stored.trainable and stored.spread)
+                for new in self._new_parameters(sharding, shards)
+            ]
             sharded = self.sharded_counts(sharding, shards).spread
             self._spread[sharding, shards] = np.array(counts, dtype=float), np.array(sharded, dtype=float)
         return self._spread[sharding, shards]
@@ -394,11 +399,7 @@ class LayerCutter:
         first layer."""
         key = (job.optimizer, job.precision, sharding, shards)
         if key not in self._shared_state:
-            sizes, seen = [], set[str]()
-            for layer in self.programs.modules[self.module].layers:
-                named = self.programs.named_parameters((layer,), sharding, shards)
-                sizes.append(kept_state_bytes([stored for name, stored in named.items() if name not in seen], job))
-                seen |= named.keys()
+            sizes = [kept_state_bytes(new, job) for new in self._new_parameters(sharding, shards)]
             self._shared_state[key] = np.array(sizes, dtype=float)
         return self._shared_state[key]
 
@@ -406,15 +407,20 @@ class LayerCutter:
         """Return [layer, shard position]: trainable and frozen elements. A shared parameter counts at its first
         layer."""
         if (sharding, shards) not in self._counted:
-            trainable, frozen, seen = [], [], set[str]()
-            for layer in self.programs.modules[self.module].layers:
-                names = {*layer.parameters.values()}
-                counts = self.programs.parameter_counts((layer,), sharding, shards)
-                trainable.append(counts.trainable if not names & seen else (0,) * len(shards))
-                frozen.append(counts.frozen if not names & seen else (0,) * len(shards))
-                seen |= names
-            self._counted[sharding, shards] = (np.array(trainable, dtype=float), np.array(frozen, dtype=float))
+            counts = [count_parameters(new, len(shards)) for new in self._new_parameters(sharding, shards)]
+            trainable = np.array([count.trainable for count in counts], dtype=float)
+            frozen = np.array([count.frozen for count in counts], dtype=float)
+            self._counted[sharding, shards] = (trainable, frozen)
         return self._counted[sharding, shards]
+
+    def _new_parameters(self, sharding: str, shards: tuple[int, ...]) -> list[list[StoredParameter]]:
+        """Return the parameters of each layer that no earlier layer of the module has."""
+        layers, seen = [], set[str]()
+        for layer in self.programs.modules[self.module].layers:
+            named = self.programs.named_parameters((layer,), sharding, shards)
+            layers.append([stored for name, stored in named.items() if name not in seen])
+            seen |= named.keys()
+        return layers
 
 
 @lru_cache(maxsize=4096)
