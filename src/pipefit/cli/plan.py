@@ -45,10 +45,10 @@ class PlanOptions:
     "Take the simplest plan that is at most this much slower than the fastest, such as 0.01 or 1%; 0: the fastest."
     fix: tuple[str, ...] = ()
     "Fix a choice, KEY=VALUE; repeatable: also dp, tp, pp, cp, ep, zero, fsdp, hsdp, sp, mbs. An unknown key lists all."
-    memory: Path | None = None
+    memory_correction: Path | None = None
     "A memory correction, as `pipefit verify --record` writes it."
-    risk: float | None = None
-    "With --memory: largest probability that the plan does not fit. Default: 0.05."
+    max_oom_probability: float | None = None
+    "With --memory-correction: largest probability that the plan does not fit. Default: 0.05."
     allow_other_environment: bool = False
     "Use a cluster that was measured with other software."
     quiet: bool = False
@@ -71,7 +71,14 @@ class PlanOptions:
     "With --data, as for train: fail or skip samples that are too long."
 
 
-@takes_options(PlanOptions, flags={"output": ("--output", "-o")})
+@takes_options(
+    PlanOptions,
+    flags={
+        "output": ("--output", "-o"),
+        "memory_correction": ("--memory-correction", "--memory"),
+        "max_oom_probability": ("--max-oom-probability", "--risk"),
+    },
+)
 def command(options: PlanOptions) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and explain it. Ctrl-C gives the best plan so far."""
     from pipefit.cli._plans import INTERRUPTED_CODE
@@ -116,7 +123,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
             next_step="leave --tolerance out",
         )
     job = _build_job(options, resolve_length(opened_model, options.seq))
-    make = plan_maker(options.memory, options.risk)
+    make = plan_maker(options.memory_correction, options.max_oom_probability)
     source = None if options.data is None else _open_source(opened_model, options.data, job, options)
     if source is not None:
         make = partial(make, **_sampled_options(source, job))
