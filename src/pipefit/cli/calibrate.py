@@ -71,7 +71,7 @@ def _print_calibration(calibration: ClusterCalibration, output: Path | None) -> 
     ]
     if len(runs) > 1:
         rows.append(("mean error", "", *(_mean_cell(runs, field) for field in _FIELDS)))
-    factors = tuple((place.removeprefix("devices."), f"{factor:.3f}") for place, factor in calibration.factors())
+    factors = tuple((figure.removeprefix("devices."), f"{factor:.3f}") for figure, factor in calibration.factors())
     print_tables(
         [
             TextTable("step times", columns, tuple(rows)),

@@ -67,10 +67,10 @@ class ClusterCalibration:
 def load_calibration(path: Path) -> ClusterCalibration:
     """Load a calibration file. Raises FormatError if it is not one, or if a factor is not positive."""
     calibration = load_file(ClusterCalibration, path)
-    for place, factor in calibration.factors():
+    for field_name, factor in calibration.factors():
         if not 0 < factor < math.inf:
             raise FormatError(
-                "A factor of a calibration is a positive number.", where=f"{path}: {place}", seen=f"{factor:g}"
+                "A factor of a calibration is a positive number.", where=f"{path}: {field_name}", seen=f"{factor:g}"
             )
     return calibration
 

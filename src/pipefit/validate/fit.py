@@ -1,8 +1,7 @@
 """Fit the factors of a calibration to runs, by the predictions of the same plans.
 
 The logarithm of a step time is nearly linear in the logarithms of the factors, so a few Gauss-Newton steps find them. A
-prior draws every factor towards 1, so that three runs are enough: what they do not determine stays as on the data
-sheets.
+prior draws every factor towards 1, so that three runs are enough. A factor that they do not determine stays at 1.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Progress = Callable[[str], None]
 
 def fit_calibration(runs: Sequence[PlannedRun], progress: Progress = lambda text: None) -> ClusterCalibration:
     """Return the factors that fit the step times of the runs, with every run's prediction before and after, and by the
-    factors that are fitted to the others. `progress` is told what is done."""
+    factors that are fitted to the others. `progress` receives a text for every step."""
     kinds = sorted({kind.name for run in runs for kind in run.cluster.kinds.values()})
     spreads = np.array([spread for _ in kinds for spread in (COMPUTE_SPREAD, MEMORY_SPREAD)] + [LINK_SPREAD])
     logarithms: Array = np.zeros(len(spreads))
@@ -51,7 +50,7 @@ def fit_calibration(runs: Sequence[PlannedRun], progress: Progress = lambda text
     calibrated = np.exp(errors) * _measured(runs)
     results = []
     for index, run in enumerate(runs):
-        remaining = [other for other in range(len(runs)) if other != index]
+        remaining = [row for row in range(len(runs)) if row != index]
         left_out = None
         if remaining:
             part = slopes[remaining]

@@ -76,7 +76,7 @@ class PublishedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """One configuration. None stands for what the source does not say."""
+    """One configuration. None stands for a figure that the source does not give."""
 
     name: str
     model: str
