@@ -31,8 +31,8 @@ Progress = Callable[[str], None]
 
 
 def fit_calibration(runs: Sequence[PlannedRun], progress: Progress = lambda text: None) -> ClusterCalibration:
-    """Return the factors that fit the step times of the runs, with every run's prediction before and after, and by the
-    factors that are fitted to the others. `progress` receives a text for every step."""
+    """Return the factors that fit the step times of the runs, with every run's prediction before and after, and its
+    prediction by a fit to the other runs. `progress` receives a text for every step."""
     kinds = sorted({kind.name for run in runs for kind in run.cluster.kinds.values()})
     spreads = np.array([spread for _ in kinds for spread in (COMPUTE_SPREAD, MEMORY_SPREAD)] + [LINK_SPREAD])
     logarithms: Array = np.zeros(len(spreads))

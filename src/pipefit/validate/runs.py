@@ -51,7 +51,8 @@ class PlannedRun:
     cluster: Cluster
 
     def predict_step(self, change: Callable[[Cluster], Cluster] | None = None) -> float:
-        """Return the predicted step time in seconds; with `change`, that of the same plan on the changed cluster."""
+        """Return the predicted step time in seconds; with `change`, for the same plan on the changed
+        cluster."""
         cluster = self.cluster if change is None else change(self.cluster)
         predicted = add_prediction(self.plan, self.model, simulate_plan(self.plan, self.model, cluster)).prediction
         assert predicted is not None
