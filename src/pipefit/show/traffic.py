@@ -31,6 +31,7 @@ from pipefit.model.ops.kind import Said
 from pipefit.model.ops.moe import EXPERT_EXCHANGE
 from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.reshare import KIND as RESHARE
+from pipefit.optimizers.sharded_state import shards_parameters
 from pipefit.precision import Precision
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -202,7 +203,7 @@ def _add_sharded_layers(
         for ring in rings:
             gradients = elements * GRADIENT_BYTES[work.precision] * passes * times
             _add_ring(traffic, ring, gradients, "reduction", network, kind)
-            if stage.sharded_state == "parameters":
+            if shards_parameters(stage.sharded_state):
                 gathered = 2 * elements * COMPUTE_BYTES[work.precision] * times
                 _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.layout import split_by_shares
-from pipefit.optimizers.sharded_state import ShardedState, searched_states, state_choices
+from pipefit.optimizers.sharded_state import ShardedState, searched_states, shards_optimizer, state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.shard_choices import ShardChoice, shard_choices
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
@@ -155,7 +155,7 @@ def _state_choices(
     if members % size or (members == size and constraints.replicas is None) or choice.row_parts > 1:
         return (), (), size
     even = tuple(count for count in counts if len({*count[1]}) == 1)
-    return even, tuple(state for state in states if state != "none"), size if size < members else 0
+    return even, tuple(filter(shards_optimizer, states)), size if size < members else 0
 
 
 def unsliced_grid(panel: CandidateGrid, constraints: Constraints) -> CandidateGrid | None:

@@ -19,7 +19,7 @@ from pipefit.cost.types import Array
 from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, Recompute, StageWork, StateShare, state_share
 from pipefit.layout import Mesh, split_by_shares
 from pipefit.optimizers import find_optimizer
-from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_optimizer, shards_parameters
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
     ShardedCounts,
@@ -339,7 +339,7 @@ class LayerCutter:
         if shards_gradients(share.state):
             away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
             held = held - self._sharded_array(sharding, shards) * away
-        if program_row_parts(sharding, shards) > 1 and share.state != "none":
+        if program_row_parts(sharding, shards) > 1 and shards_optimizer(share.state):
             held = held - self._spread_bytes(job, share, sharding, shards)[:, None]
         fullest: Array = held.max(axis=1)
         return fullest + self._shared_state_bytes(job, sharding, shards)
@@ -350,7 +350,7 @@ class LayerCutter:
         parts = program_row_parts(sharding, shards)
         per_element = state_bytes(find_optimizer(job.optimizer), job.precision)
         more = GRADIENT_BYTES[job.precision] * shards_gradients(share.state)
-        more += COMPUTE_BYTES[job.precision] * (share.state == "parameters")
+        more += COMPUTE_BYTES[job.precision] * shards_parameters(share.state)
         spread: Array = (spread_all * per_element + sharded * more) * share.part * (1 - 1 / parts)
         return spread
 
@@ -358,7 +358,7 @@ class LayerCutter:
         """Return the bytes of the two neighbouring layers that an action of ZeRO-2 or 3 holds complete, at most."""
         if not shards_gradients(state):
             return 0.0
-        width = COMPUTE_BYTES[job.precision] * (state == "parameters") + GRADIENT_BYTES[job.precision]
+        width = COMPUTE_BYTES[job.precision] * shards_parameters(state) + GRADIENT_BYTES[job.precision]
         return width * largest_pair(self._sharded_array(sharding, shards).max(axis=1).tolist())
 
     def _sharded_array(self, sharding: str, shards: tuple[int, ...]) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipefit.optimizers.sharded_state import shards_optimizer
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.schedule.fit.family import FIT
 
@@ -64,7 +65,7 @@ KINDS: tuple[PlanKind, ...] = (
     ),
     PlanKind(
         "sharded data parallel",
-        lambda decisions: parallel_axes(decisions) == ("data",) and decisions.sharded_state != "none",
+        lambda decisions: parallel_axes(decisions) == ("data",) and shards_optimizer(decisions.sharded_state),
     ),
     PlanKind("data parallel", _uses_axes("data")),
     PlanKind("tensor", _uses_axes("tensor")),

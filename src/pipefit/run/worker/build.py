@@ -18,7 +18,7 @@ from pipefit.layout import AxisName, Box, Mesh, held_box, parse_form
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.model.registry import build_layers
-from pipefit.optimizers.sharded_state import SHARDED_FORM, form_layout
+from pipefit.optimizers.sharded_state import SHARDED_FORM, form_layout, shards_parameters
 from pipefit.plan.assemble.shard_programs import (
     LayerProgram,
     ProgramCache,
@@ -284,7 +284,7 @@ def _bucket_entries(
                 entries[parameter.name].twin = tensor
                 continue
             fill = partial(value, parameter.name, parameter.shape, box)
-            released = tensor.requires_grad and held_state(plan, parameter, group) == "parameters"
+            released = tensor.requires_grad and shards_parameters(held_state(plan, parameter, group))
             if not released:
                 with torch.no_grad():
                     tensor.copy_(fill())
