@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.validate.calibration import SampleEvaluator
 from pipefit.validate.files import shipped_collectives, shipped_text
-from pipefit.validate.report import MANY, as_data, as_text, round_to
+from pipefit.validate.report import SHORT_ROWS, as_data, as_text, round_to
 from pipefit.validate.sets import find_sets, vtrain
 
 OTHER_SEEDS = range(1, 6)
@@ -32,7 +32,7 @@ def measure_all(arguments: Namespace) -> Outcome:
     for result in results:
         print(as_text(result) + "\n", flush=True)
     data: dict[str, Any] = {
-        "results": [as_data(result, rows=len(result.rows) <= MANY) for result in results],
+        "results": [as_data(result, rows=len(result.rows) <= SHORT_ROWS) for result in results],
         "processor_seconds": round_to(processor_s, 3),
     }
     if not arguments.quick:

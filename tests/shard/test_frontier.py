@@ -83,7 +83,7 @@ def test_several_starts_and_ends_in_one_pass():
 def test_two_steps_with_too_many_ways_are_not_joined(monkeypatch):
     """The search over states alone gives the same."""
     costs = [solve_program(random_problem(seed, 9, values=2)) for seed in range(40)]
-    monkeypatch.setattr(joining, "WIDEST", 0)
+    monkeypatch.setattr(joining, "MAX_OPTION_PAIRS", 0)
     assert any(found is not None for found in costs)
     for seed, found in enumerate(costs):
         alone = solve_program(random_problem(seed, 9, values=2))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pipefit.cluster.measured import ClusterMeasurements, LayerCurve, PortSharing, RailCurve
 from pipefit.errors import ClusterError
 
-ACTIONS = ("F", "I", "W", "B")
+MEASURED_ACTIONS = ("F", "I", "W", "B")
 
 
 def measurement_problems(
@@ -42,13 +42,13 @@ def _layer_problems(layer: LayerCurve, kinds: Sequence[str], where: str) -> Iter
             seen=layer.kind,
             allowed=", ".join(kinds) or "(no kinds in the file)",
         )
-    for action in ACTIONS:
+    for action in MEASURED_ACTIONS:
         if action not in layer.actions:
             yield ClusterError(
                 f"The curve of {action} is missing.",
                 where=f"{where}.actions",
                 seen=", ".join(layer.actions) or "nothing",
-                allowed=", ".join(ACTIONS),
+                allowed=", ".join(MEASURED_ACTIONS),
                 next_step="measure the layer again with pipefit profile",
             )
             continue

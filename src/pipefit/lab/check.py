@@ -26,11 +26,11 @@ SECONDS = 0.8
 INSIDE_BYTES_PER_S = 2.5e8
 """Largest total rate of the intra-host streams that are measured at the same time."""
 
-AGAIN = 2
+MISSED_RATE_REPEATS = 2
 """Number of repetitions for a pair that missed its rate; the nearest result counts. Load on the machine disturbs single
 measurements, but a wrongly shaped link misses every time."""
 
-ACTIONS = 40
+DRILL_ACTIONS = 40
 """Actions that every device runs for the check of its pace."""
 
 
@@ -194,7 +194,7 @@ def _measure_round(
     hosts: HostStreams, pairs: Sequence[Pair], wanted: Mapping[Pair, float], seconds: float
 ) -> list[PairCheck]:
     best: dict[Pair, PairCheck] = {}
-    for _ in range(1 + AGAIN):
+    for _ in range(1 + MISSED_RATE_REPEATS):
         missed = [pair for pair in pairs if pair not in best or abs(best[pair].relative_error) > LINKS_WITHIN]
         if not missed:
             break
@@ -218,7 +218,7 @@ def _check_paces(lab: Lab) -> list[PaceCheck]:
         return []
     output: list[str] = []
     with scratch_folder(lab) as folder:
-        command = ["python", "-m", "pipefit.lab.drill", str(ACTIONS)]
+        command = ["python", "-m", "pipefit.lab.drill", str(DRILL_ACTIONS)]
         code = launch.run_command(lab, command, devices=paced, counts=folder, say=output.append, preload=())
         if code:
             raise LabError("The check of the pace failed.", where=str(lab.path), seen="\n".join(output[-5:]))

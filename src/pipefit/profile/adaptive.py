@@ -26,7 +26,7 @@ from pipefit.profile.tournament import Pair, round_robin
 TARGET = 0.03
 """Mean relative error of predicted links at which measuring stops."""
 
-FAR = 5.0
+MISS_TARGETS = 5.0
 """A prediction that is off by more than this many targets (and three standard deviations of the noise) is a miss."""
 
 MISSES = 0.01
@@ -35,13 +35,13 @@ MISSES = 0.01
 OPEN = 0.02
 """Allowed share of unmeasured links between uncompared classes, which may be one class."""
 
-SMALL = 16
+ALL_PAIRS_HOSTS = 16
 """Up to this number of hosts all pairs are measured."""
 
 PATIENCE = 24
 """Rounds before poor predictions are given up: structure of low rank shows only then (`low_rank.py`)."""
 
-MOST = 0.6
+MAX_FAILED_SHARE = 0.6
 """After this share of a tournament without success the rest is measured too."""
 
 Games = list[list[Pair]]
@@ -166,7 +166,7 @@ class AdaptiveSurvey:
         claimed = np.concatenate([recent.claimed for recent in self._audits[-2:]])
         away = np.abs(errors)
         self.progress.held_out.append(subtract_noise(float(away.mean()), float(np.sqrt(2 / np.pi * noise))))
-        far = FAR * self.target
+        far = MISS_TARGETS * self.target
         self.progress.misses = float(np.mean(away > far + 3 * np.sqrt(noise)))
         self.progress.doubt = max(0.0, float(np.mean(errors**2)) - noise) / max(1e-12, float(np.mean(claimed)))
         unmeasured = ~found.logs.measured & ~np.eye(len(self.members), dtype=bool)
@@ -188,7 +188,7 @@ class AdaptiveSurvey:
         clustered = completion is not None and completion.alike is not None
         stuck = not clustered and len(held_out) >= 2 and held_out[-1] > max(2 * self.target, 0.8 * held_out[-2])
         stuck = stuck and self.progress.rounds >= PATIENCE
-        return stuck or self.progress.rounds > MOST * self.progress.full_rounds
+        return stuck or self.progress.rounds > MAX_FAILED_SHARE * self.progress.full_rounds
 
     def _choose_rounds(self, found: LinkCompletion, audit: Sequence[Pair]) -> Games:
         """Return the rounds of a batch beside its audit: the most uncertain pairs, or any pairs if no structure was

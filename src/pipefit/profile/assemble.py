@@ -26,7 +26,7 @@ from pipefit.profile.estimate import LinkShape, PairTimes, pair_times
 from pipefit.profile.facts import CPU, DeviceRates, ProfileMember
 from pipefit.profile.links import LinkSample, latency_and_bandwidth
 
-ALIKE = 0.25
+LINK_CLASS_TOLERANCE = 0.25
 """Hosts whose inner links differ by less than this share belong to one link class."""
 
 
@@ -192,7 +192,7 @@ def _link_classes(
         kind = kinds[findings.members[hosts[host][0]].kind]
         for other_kind, group in groups:
             largest_s = _over_pairs(times[group[0]])[-1]
-            if kind == other_kind and abs(_over_pairs(link_times)[-1] - largest_s) < ALIKE * largest_s:
+            if kind == other_kind and abs(_over_pairs(link_times)[-1] - largest_s) < LINK_CLASS_TOLERANCE * largest_s:
                 group.append(host)
                 break
         else:

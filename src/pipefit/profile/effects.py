@@ -28,7 +28,7 @@ PASSING = 4.0
 """Bound on the effect of a moment, in standard deviations. If many links were only ever measured together, their common
 deviation could come from the moment or from the links; then it is attributed to the links."""
 
-LEAST = 1e-10
+MIN_VARIANCE = 1e-10
 """The smallest variance: of logarithms, so 1e-5 of the value."""
 
 
@@ -88,7 +88,7 @@ def fit_effects(values: Array, terms: Sequence[EffectTerm], rounds: int = 50) ->
         shift = float((weight * residual).sum() / weight.sum())
         mean, residual = mean + shift, residual - shift
         if len(link.met) < count:
-            noise = max(LEAST, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
+            noise = max(MIN_VARIANCE, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
         if turn in REWEIGHT:
             weight = _robust_weights(residual + link.value[link.level], link.level, noise)
     return EffectFit(mean, {group.term.name: group.as_effect() for group in groups}, noise, residual, weight)
@@ -101,7 +101,7 @@ class _FittedTerm:
         self.term = term
         self.met, level = np.unique(term.level, return_inverse=True)
         self.level: Indices = level.astype(np.int64)
-        total_variance = max(LEAST, float(np.var(values)))
+        total_variance = max(MIN_VARIANCE, float(np.var(values)))
         self.variance, self.most = (100 * total_variance, np.inf) if term.free else (total_variance / 2, np.inf)
         self.value, self.error = np.zeros(len(self.met)), np.zeros(len(self.met))
 
@@ -114,7 +114,7 @@ class _FittedTerm:
             self.value = np.clip(self.value, -PASSING * self.variance**0.5, PASSING * self.variance**0.5)
         self.error = noise / known
         if not self.term.free:
-            self.variance = min(self.most, max(LEAST, float(np.mean(self.value**2 + self.error))))
+            self.variance = min(self.most, max(MIN_VARIANCE, float(np.mean(self.value**2 + self.error))))
         return np.asarray(residual - self.value[self.level])
 
     def as_effect(self) -> TermEffect:
@@ -124,14 +124,14 @@ class _FittedTerm:
 
 
 def _repetition_variance(values: Array, link: Indices) -> float:
-    """Return the pooled variance of the repetitions of each link, or `LEAST` without repetitions.
+    """Return the pooled variance of the repetitions of each link, or `MIN_VARIANCE` without repetitions.
 
     Without repetitions all differences between links are attributed to the links.
     """
     count = np.bincount(link)
     mean = np.bincount(link, weights=values) / np.maximum(count, 1)
     free = int(np.maximum(count - 1, 0).sum())
-    return max(LEAST, float(((values - mean[link]) ** 2).sum() / free)) if free else LEAST
+    return max(MIN_VARIANCE, float(((values - mean[link]) ** 2).sum() / free)) if free else MIN_VARIANCE
 
 
 def _robust_weights(values: Array, link: Indices, noise: float) -> Array:

@@ -19,7 +19,7 @@ from pipefit.profile.classes import merge_groups
 from pipefit.profile.links import Games, Measure
 from pipefit.profile.tournament import Pair
 
-AGAIN = 2
+SLOW_PAIR_REPEATS = 2
 """Number of repeated measurements of pairs that seem slow."""
 
 SLOWER = 1.25
@@ -67,7 +67,7 @@ def measure_crowd(games: Games, size: int, measure: Measure, *, sample: int = 0,
     chosen = [order.sample(pairs, min(sample or len(pairs), len(pairs))) for pairs in rounds]
     beside: dict[Pair, float] = {}
     alone: dict[Pair, float] = {}
-    for turn in range(1 + AGAIN):
+    for turn in range(1 + SLOW_PAIR_REPEATS):
         jobs: list[tuple[Sequence[Pair], dict[Pair, float]]] = []
         for pairs, selected in zip(rounds, chosen, strict=True):
             again = [pair for pair in selected if turn == 0 or beside.get(pair, 0.0) > SLOWER * alone.get(pair, np.inf)]

@@ -101,12 +101,12 @@ def number_of(form: TensorForm) -> int:
     if form.kind == "G":
         assert form.dim is not None
         return frontier.form_number_along(form.dim)
-    return frontier.PARTIAL if form.kind == "P" else frontier.WHOLE
+    return frontier.PARTIAL if form.kind == "P" else frontier.REPLICATED
 
 
 def form_of(number: int) -> TensorForm:
     """Return the form of a number in the frontier."""
-    if number == frontier.WHOLE:
+    if number == frontier.REPLICATED:
         return IDENTITY
     return PARTIAL if number == frontier.PARTIAL else shard_form(number - 2)
 
@@ -152,7 +152,7 @@ class _LayerPricing:
         input_forms = {
             self.values[t.name]: number_of(self.takes if is_hidden_state(t) else IDENTITY) for t in self.graph.inputs
         }
-        wanted = {self.values[name]: frontier.WHOLE for name in self.graph.outputs}
+        wanted = {self.values[name]: frontier.REPLICATED for name in self.graph.outputs}
         names = tuple(self.values)
         cuts = {dimension: cut for dimension in self.units if (cut := self.dimension_units(*dimension)) is not None}
         template = LayerTemplate(
@@ -216,7 +216,7 @@ class _LayerPricing:
             options.append(OpenOption((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(OptionPick())
             if form == IDENTITY and spec.name in self.factored_parameters:
-                options.append(replace(options[-1], gives=frontier.ALIKE, once_s=0.0))
+                options.append(replace(options[-1], gives=frontier.EVERYWHERE, once_s=0.0))
                 picks.append(OptionPick())
         return tuple(options), tuple(picks)
 
@@ -269,10 +269,10 @@ class _LayerPricing:
         all_whole = (0,) * len(present)
         plain = self.work.pass_lines(operator, labelled, "")
         size = self.held_bytes(operator.outputs[0])
-        options = [OpenOption(all_whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
+        options = [OpenOption(all_whole, frontier.REPLICATED, WHOLE_CUT, plain, held=(size, 0.0))]
         picks = [OptionPick()]
         for number, sums in enumerate(labelled.linear):
-            needs = tuple(frontier.PARTIAL if index in sums else frontier.WHOLE for index in present)
+            needs = tuple(frontier.PARTIAL if index in sums else frontier.REPLICATED for index in present)
             options.append(OpenOption(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
             picks.append(OptionPick(linear=number))
         tables = labelled
@@ -281,10 +281,11 @@ class _LayerPricing:
             passes = self.work.pass_lines(operator, labelled, label)
             talk = self.work.price_exchanges(operator, labelled, label, cut, earlier)
             gives = _form_along(labelled.outputs[0], label)
-            partial = gives == frontier.WHOLE
+            partial = gives == frontier.REPLICATED
             once = {index for index in labelled.once if partial and operator.inputs[index]}
             needs = tuple(
-                frontier.WHOLE if index in once else _form_along(labelled.inputs[index], label) for index in present
+                frontier.REPLICATED if index in once else _form_along(labelled.inputs[index], label)
+                for index in present
             )
             if not partial:
                 options.append(OpenOption(needs, gives, cut, passes, held=(0.0, size), talk=talk))
@@ -332,7 +333,7 @@ class _LayerPricing:
         device computes the full weight gradient (`whole`) in every microbatch, so there is no reduction once an
         iteration."""
         x, y = operator.inputs[0], operator.outputs[0]
-        weights = tuple(frontier.ALIKE for name in operator.inputs[1:] if name)
+        weights = tuple(frontier.EVERYWHERE for name in operator.inputs[1:] if name)
         assert self.setting.lowered is not None
         for dim, symbol in enumerate(self.shapes[x][:2]):
             cut, label = self.dimension_units(x, dim), f"d{dim}"
@@ -447,4 +448,6 @@ class _LayerPricing:
 
 
 def _form_along(labels: Labels | None, label: str) -> int:
-    return frontier.form_number_along(labels.index(label)) if labels is not None and label in labels else frontier.WHOLE
+    if labels is None or label not in labels:
+        return frontier.REPLICATED
+    return frontier.form_number_along(labels.index(label))

@@ -30,7 +30,7 @@ from pipefit.shard.shares import (
     round_weights,
     transient_bytes,
 )
-from pipefit.shard.synthesize import ROUNDS, SynthesizedProgram, fits_in_memory, memory_limits
+from pipefit.shard.synthesize import MAX_ALTERNATIONS, SynthesizedProgram, fits_in_memory, memory_limits
 from pipefit.shard.template import AxisMembers, ComputeSegment, HeldFractions, held_fractions
 
 SEARCHED = 3
@@ -51,7 +51,7 @@ def segment_shares(chains: ChainSearch, layers: Sequence[Layer], found: Synthesi
     best = _SegmentedProgram(
         found.links, (found.shares,) * len(layers), found.cost_s, fits_in_memory(chains, found.held_bytes)
     )
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ALTERNATIONS):
         before = best.cost_s
         for run in _class_runs(classes):
             best = min(

@@ -36,7 +36,7 @@ from pipefit.units import format_bytes
 Program = TypeVar("Program")
 Shares = TypeVar("Shares")
 
-ROUNDS = 12
+MAX_ALTERNATIONS = 12
 """Maximum number of alternations from one start; three are usual."""
 
 EXPOSED = (1.0, 0.5, 0.0)
@@ -76,7 +76,7 @@ def alternate_searches(
     best: ProgramRecord[Program, Shares] | None = None
     for shares in starts:
         last: float | None = None
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ALTERNATIONS):
             program = search(shares)
             if program is None:
                 break

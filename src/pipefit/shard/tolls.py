@@ -33,9 +33,9 @@ def price_conversions(setting: ShardSetting, shape: Shape, cuts: Cuts, kept_byte
     tolls: dict[tuple[int, int], ConversionCost] = {}
     for dim, cut in able.items():
         along = frontier.form_number_along(dim)
-        tolls[frontier.WHOLE, along] = ConversionCost((slow, 0.0), cut, meets=False, held=(0.0, kept_bytes))
+        tolls[frontier.REPLICATED, along] = ConversionCost((slow, 0.0), cut, meets=False, held=(0.0, kept_bytes))
         if activation:
-            tolls[along, frontier.WHOLE] = _price_collective(setting, "all_gather", size, cut, (kept_bytes, 0.0))
+            tolls[along, frontier.REPLICATED] = _price_collective(setting, "all_gather", size, cut, (kept_bytes, 0.0))
             tolls[frontier.PARTIAL, along] = _price_collective(setting, "reduce_scatter", size, cut, (0.0, kept_bytes))
     if activation and setting.lowered is not None:
         for (old, earlier), (new, cut) in itertools.permutations(able.items(), 2):
@@ -43,7 +43,7 @@ def price_conversions(setting: ShardSetting, shape: Shape, cuts: Cuts, kept_byte
             tolls[frontier.form_number_along(old), frontier.form_number_along(new)] = toll
     if activation:
         seconds = _round_trip_s(setting, "all_reduce", size)
-        tolls[frontier.PARTIAL, frontier.WHOLE] = ConversionCost((seconds, 0.0), held=(kept_bytes, 0.0))
+        tolls[frontier.PARTIAL, frontier.REPLICATED] = ConversionCost((seconds, 0.0), held=(kept_bytes, 0.0))
     return tolls
 
 
@@ -71,7 +71,7 @@ def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable
     line = (0.0, 0.0) if lowered else (2 * unsharding_s(1.0) - unsharding_s(2.0), unsharding_s(2.0) - unsharding_s(1.0))
     ahead, back = lowered_options("all_gather"), lowered_options("reduce_scatter")
     return {
-        (frontier.form_number_along(dim), frontier.WHOLE): ConversionCost(
+        (frontier.form_number_along(dim), frontier.REPLICATED): ConversionCost(
             line, cut, passing=max(sizes.values()), ahead=ahead, back=back
         )
         for dim, cut in enumerate(cuts)

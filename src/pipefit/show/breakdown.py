@@ -17,7 +17,7 @@ from pipefit.schedule.actions import COMPUTE, Action
 from pipefit.show.trace import Floats, StepTrace, TraceRow
 from pipefit.simulate.timeline import Timeline
 
-PARTS = ("compute", "communication", "idle", "optimizer", "data")
+TIME_PARTS = ("compute", "communication", "idle", "optimizer", "data")
 """Parts in display order; `communication` is exposed communication."""
 
 Runs = list[tuple[float, float]]
@@ -108,7 +108,7 @@ def _early_s(row: TraceRow, sent_s: Floats) -> Floats:
 def _measured_parts(row: TraceRow, early_s: Floats) -> dict[str, float]:
     """Return the seconds by part over the actions of a row with waits."""
     assert row.wait_s is not None, "the row comes from with_waits"
-    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds = dict.fromkeys(TIME_PARTS, 0.0)
     columns = zip((row.stop_s - row.start_s).tolist(), row.wait_s.tolist(), early_s.tolist(), strict=True)
     for action, (length, wait, early) in zip(row.actions, columns, strict=True):
         if action.kind in COMPUTE:

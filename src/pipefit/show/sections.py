@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pipefit.layout import Mesh
 from pipefit.plan.explain.text import risk_line
 from pipefit.plan.types import LanePrediction
-from pipefit.show.breakdown import PARTS, StepBreakdown
+from pipefit.show.breakdown import TIME_PARTS, StepBreakdown
 from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, format_difference, format_percent
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.record import RecordedStep, RunRecord
@@ -204,7 +204,7 @@ def breakdown_section(
         + "</div>"
         for name, note, before, after in rows
     )
-    used = [name for name in PARTS if any(part.seconds[name] for part in (*predicted, *measured))]
+    used = [name for name in TIME_PARTS if any(part.seconds[name] for part in (*predicted, *measured))]
     legend = "".join(f"<li>{_part_swatch(name)}{_part_name(name)}</li>" for name in used)
     modifier = " many" if len(rows) > 8 else ""
     lead = "The number at the right is the share of the step in which the device computes."
@@ -241,7 +241,7 @@ def _breakdown_bar(tag: str, part: StepBreakdown, longest: float) -> str:
         f'<span class="part {PART_STYLES[name][1]}" style="--c:var({PART_STYLES[name][0] or "--idle"});'
         f'width:{100 * part.seconds[name] / longest:.3f}%" title="{_part_name(name)}: '
         f'{format_seconds(part.seconds[name])}"></span>'
-        for name in PARTS
+        for name in TIME_PARTS
         if part.seconds[name] > 0
     )
     share = format_percent(part.seconds["compute"] / part.total_s) if part.total_s else ""
@@ -256,12 +256,12 @@ def _breakdown_table(predicted: Sequence[StepBreakdown], measured: Sequence[Step
         [
             f"Lane {part.lane}" if part.device is None else f"Device {part.device}",
             "predicted" if part.device is None else "measured",
-            *(format_seconds(part.seconds[name]) for name in PARTS),
+            *(format_seconds(part.seconds[name]) for name in TIME_PARTS),
             format_seconds(part.total_s),
         ]
         for part in (*predicted, *measured)
     ]
-    heads = ["Of", "How", *map(_part_name, PARTS), "Step"]
+    heads = ["Of", "How", *map(_part_name, TIME_PARTS), "Step"]
     return html_table("Parts of the time of one step", heads, rows, numeric=range(2, 8))
 
 

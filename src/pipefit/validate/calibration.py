@@ -45,10 +45,10 @@ START: Mapping[str, float] = {
 optimizer step of about 30 bytes a parameter, and the link between stages."""
 
 FITTED = tuple(START)
-MOST = tuple(0.95 if key.endswith("share") else float("inf") for key in FITTED)
+UPPER_LIMITS = tuple(0.95 if key.endswith("share") else float("inf") for key in FITTED)
 """Upper limits of the constants: no kernel reaches its full data-sheet rate."""
 
-PULL = 0.3
+CALIBRATION_PRIOR_WEIGHT = 0.3
 """Weight of the constants' prior: each is known to about a third beforehand, and rows to about a tenth."""
 
 OUTLIER = 0.1
@@ -230,8 +230,8 @@ def fit_calibration(
         tuple(START.values()),
         np.stack([known.constants[sample] for sample in corners]),
         reach=OUTLIER,
-        most=MOST,
-        pull=PULL,
+        most=UPPER_LIMITS,
+        pull=CALIBRATION_PRIOR_WEIGHT,
     )
     plain = FittedCalibration(constants=tuple(map(float, constants)))
     shapes = sorted({sample.layer_shape for sample in corners})

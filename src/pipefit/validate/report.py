@@ -7,7 +7,7 @@ from typing import Any
 
 from pipefit.validate.records import ErrorTarget, ValidationResult, ValidationRow
 
-MANY = 60
+SHORT_ROWS = 60
 """A result with more rows prints only its worst ones by default."""
 
 WORST = 10
@@ -40,7 +40,7 @@ def as_text(result: ValidationResult, show_all: bool = False) -> str:
     lines += [f"    {key}: {' '.join(f'{value:.4g}' for value in values)}" for key, values in result.fitted.items()]
     lines += [f"  {note}" for note in result.notes]
     rows = list(result.rows)
-    if len(rows) > MANY and not show_all:
+    if len(rows) > SHORT_ROWS and not show_all:
         rows = sorted(rows, key=lambda row: -abs(row.relative_delta))[:WORST]
         lines.append(f"  the {WORST} worst of {len(result.rows)} rows; --all prints all of them")
     width = max(len(row.name) for row in rows)

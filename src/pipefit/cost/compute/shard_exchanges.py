@@ -38,7 +38,7 @@ class OperatorExchanges(NamedTuple):
     weight_gradient: tuple[Said, ...] = ()
 
 
-NOTHING = OperatorExchanges()
+NO_EXCHANGES = OperatorExchanges()
 
 
 def operator_exchanges(
@@ -53,7 +53,7 @@ def operator_exchanges(
         return _between_operators(graph, operator, symbols, precision)
     talks = KINDS[operator.kind].talks
     if talks is None:
-        return NOTHING
+        return NO_EXCHANGES
     talk = talks(operator_call(graph, operator, symbols, COMPUTE_BYTES[precision]))
     return OperatorExchanges(talk.forward, talk.input_gradient, talk.weight_gradient)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.loads import NONE, Ints, MicrobatchBlock
+from pipefit.data.multimodal.loads import NO_OWNER, Ints, MicrobatchBlock
 from pipefit.data.permutation import make_key, permute_indices
 
 _SPREAD = 0xBA1A
@@ -111,7 +111,7 @@ def _load_kinds(
                     cost=excess / scale,
                     owner=owner,
                     replica=np.maximum(owner, 0) % block.replicas[stage],
-                    weight=np.where(owner == NONE, 0.0, block.weight[stage][np.maximum(owner, 0)]),
+                    weight=np.where(owner == NO_OWNER, 0.0, block.weight[stage][np.maximum(owner, 0)]),
                     bins=len(block.weight[stage]),
                     replicas=block.replicas[stage],
                 )

@@ -16,7 +16,7 @@ from pipefit.model.families.multimodal.config import MultimodalConfig
 from pipefit.model.registry import read_json
 from pipefit.model.weights.files import Box, WeightFiles
 
-PARTS = ("vision", "language")
+WEIGHT_MODULES = ("vision", "language")
 """Modules that can have a directory."""
 
 Read = Callable[[str, Sequence[int], Box], Any]
@@ -25,7 +25,7 @@ Read = Callable[[str, Sequence[int], Box], Any]
 
 def is_parts_text(text: str) -> bool:
     """Return whether `text` has the form `vision=DIR` instead of being one directory of a complete model."""
-    return any(text.startswith(f"{part}=") for part in PARTS)
+    return any(text.startswith(f"{part}=") for part in WEIGHT_MODULES)
 
 
 def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
@@ -33,12 +33,12 @@ def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
     directories: dict[str, Path] = {}
     for item in text.split(","):
         part, equal, directory = item.partition("=")
-        if not equal or not directory or part not in PARTS or part in directories:
+        if not equal or not directory or part not in WEIGHT_MODULES or part in directories:
             raise ModelError(
                 "The directories of module weights are written wrongly.",
                 where=where,
                 seen=item,
-                allowed=" and ".join(f"{part}=DIR" for part in PARTS) + ", each once, with a comma between",
+                allowed=" and ".join(f"{part}=DIR" for part in WEIGHT_MODULES) + ", each once, with a comma between",
             )
         directories[part] = Path(directory)
     return directories
@@ -58,7 +58,7 @@ def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, 
                 "The model has no such module to give weights to.",
                 where="--weights",
                 seen=f"{part}={directory}",
-                allowed=", ".join(name for name in PARTS if getattr(typed, name, None)) or "one directory",
+                allowed=", ".join(name for name in WEIGHT_MODULES if getattr(typed, name, None)) or "one directory",
             )
         _check_same_config(part, directory, typed)
         files[part] = WeightFiles(directory, family, config, inner)

@@ -26,7 +26,7 @@ COLLECTIVES, STATE = "collectives inside the layers", "gathers and sums of shard
 BUBBLE, TRANSFERS = "pipeline bubble", "waiting for transfers"
 REDUCTION, GATHER, UPDATE = "gradient reduction", "parameter gather", "optimizer step"
 
-PARTS = (COMPUTE, RECOMPUTATION, COLLECTIVES, STATE, BUBBLE, TRANSFERS, REDUCTION, GATHER, UPDATE)
+STEP_PARTS = (COMPUTE, RECOMPUTATION, COLLECTIVES, STATE, BUBBLE, TRANSFERS, REDUCTION, GATHER, UPDATE)
 """All parts, in the order of the table."""
 
 SECONDS_FIELDS = {F: ("F", "forward_s"), I: ("I", "input_s"), W: ("W", "weight_s"), B: ("B", "backward_s")}
@@ -46,7 +46,7 @@ def step_parts(simulation: PlanSimulation, network: Network, layers: LayerCosts)
         if stage_work.lane == lane
         for (kind, slice_), part in _action_shares(stage_work, work, network, layers).items()
     }
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts = dict.fromkeys(STEP_PARTS, 0.0)
     for task in np.flatnonzero((graph.kind <= B) & (graph.lane == lane)).tolist():
         operators_s = max(0.0, float(seconds[task]) - costs.overhead_s)
         parts[COMPUTE] += float(seconds[task])

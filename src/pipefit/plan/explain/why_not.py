@@ -15,7 +15,7 @@ from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.explain.step_parts import PARTS, describe_part, step_parts
+from pipefit.plan.explain.step_parts import STEP_PARTS, describe_part, step_parts
 from pipefit.plan.explain.text import TextTable, choice_cells, choice_keys
 from pipefit.plan.request.constraints import Constraints, parse_constraints
 from pipefit.plan.request.sampled_batches import SampledBatches, samples_of_spaces
@@ -57,7 +57,7 @@ class LayoutComparison:
     @property
     def difference_s(self) -> Parts:
         """Seconds by part that the layout asked for takes more than the chosen plan."""
-        return {name: self.asked.parts_s[name] - self.chosen.parts_s[name] for name in PARTS}
+        return {name: self.asked.parts_s[name] - self.chosen.parts_s[name] for name in STEP_PARTS}
 
 
 def parse_layout(words: str, batch: int) -> Constraints:
@@ -163,7 +163,7 @@ def comparison_tables(comparison: LayoutComparison) -> list[TextTable]:
         for name, figures in (("chosen", chosen), ("asked", asked))
     )
     difference_s = comparison.difference_s
-    parts = [(name, chosen.parts_s[name], asked.parts_s[name], difference_s[name]) for name in PARTS]
+    parts = [(name, chosen.parts_s[name], asked.parts_s[name], difference_s[name]) for name in STEP_PARTS]
     parts = [part for part in parts if part[1] or part[2]]
     parts.append(("step", chosen.step_s, asked.step_s, asked.step_s - chosen.step_s))
     seconds = tuple(

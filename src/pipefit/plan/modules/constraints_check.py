@@ -25,7 +25,7 @@ OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "mul
 SIZE = ("replicas", "stages", "shards")
 """A module's number of devices is the product of these."""
 
-APART = ("stages", "devices")
+OWN_DEVICES_ONLY = ("stages", "devices")
 """Constraints that a module on the devices of another cannot have."""
 
 
@@ -147,7 +147,7 @@ def _device_problems(names: Sequence[str], constraints: Constraints, devices: in
     apart = [
         name
         for name in names
-        if _placement_of(name, constraints) == "disjoint" or _fixed_keys(name, APART, constraints)
+        if _placement_of(name, constraints) == "disjoint" or _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
     ]
     limit = min(devices, constraints.devices or devices)
     for together in (apart, *([name] for name in names)):
@@ -197,7 +197,7 @@ def sharing_choices(constraints: Constraints, names: Sequence[str], able: Collec
     asked = {name: _placement_of(name, constraints) for name in names}
     choices = []
     for name in names:
-        pinned, multiple = _fixed_keys(name, APART, constraints), constraints.of_module(name).multiple
+        pinned, multiple = _fixed_keys(name, OWN_DEVICES_ONLY, constraints), constraints.of_module(name).multiple
         together = multiple is not None
         explicit = constraints.of_module(name).placement == "shared" or together
         if together and asked[name] not in (None, "shared"):
@@ -253,7 +253,7 @@ def allows_inline(constraints: Constraints, names: Sequence[str], able: Collecti
             allowed=f"inline for {' and '.join(sorted(able))}" if beside and able else "disjoint or shared",
             next_step="every other module has to be next to the one with the most work, at an end of the chain",
         )
-    excluded = (*APART, "multiple")
+    excluded = (*OWN_DEVICES_ONLY, "multiple")
     conflicts = [key for name in names if name in able for key in _fixed_keys(name, excluded, constraints)]
     conflicts += [f"{name}.placement" for name in able if constraints.of_module(name).placement not in (None, "inline")]
     conflicts += ["modules"] if constraints.modules not in (None, "inline") else []

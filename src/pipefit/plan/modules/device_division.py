@@ -22,7 +22,7 @@ from pipefit.plan.modules.options import BestValues, LayoutOptions, drop_dominat
 from pipefit.plan.modules.profile import ModuleProfile
 from pipefit.plan.modules.sharing import DeviceSharing, GuestModule
 
-ROUNDING = 1 - 1e-12
+BOUND_ROUNDING = 1 - 1e-12
 """Bounds are multiplied by this: sums in another order may differ by as much."""
 
 Key = tuple[int, int, int, tuple[int, ...]]
@@ -106,7 +106,7 @@ def relaxed_s(frontiers: Sequence[DeviceFrontier], microbatches: int, devices: i
     slowest_s, through_s = float(ends[enough.argmax()]), fsum(frontier.best.through_s for frontier in frontiers)
     return (
         through_s + (microbatches - 1) * slowest_s + max(frontier.best.reduce_s for frontier in frontiers)
-    ) * ROUNDING
+    ) * BOUND_ROUNDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class DivisionSearch:
             return float("inf")
         frontiers = [self.known.device_frontier(modules, profile, microbatches) for profile in modules.own]
         relaxed_bound_s = relaxed_s(frontiers, microbatches, modules.devices)
-        return max(relaxed_bound_s, modules.work_s * ROUNDING)
+        return max(relaxed_bound_s, modules.work_s * BOUND_ROUNDING)
 
     def combine_layouts(self, microbatches: int, until_s: float) -> None:
         """Combine the layouts of all modules for one count of microbatches to steps of at most `until_s`."""

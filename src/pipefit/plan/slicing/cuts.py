@@ -26,7 +26,7 @@ slices that end at the same token, the shorter one costs no more."""
 CLOSE = 1e-7
 """Relative difference at which bounds on the most expensive slice are treated as equal."""
 
-ROUNDING = 1 + 1e-12
+LIMIT_ROUNDING = 1 + 1e-12
 
 
 def vectorize_times(time_of: Callable[[int, int], float]) -> TimeOf:
@@ -155,7 +155,7 @@ class SliceCutter:
 
     def _stays_within(self, stops: Sequence[int], bound_s: float) -> bool:
         rising = all(start < stop for start, stop in pairwise(stops))
-        return rising and self._slowest_slice_s(stops) <= bound_s * ROUNDING
+        return rising and self._slowest_slice_s(stops) <= bound_s * LIMIT_ROUNDING
 
     def _least_bound(self, slices: int) -> tuple[float, list[int]]:
         """Return the least cost of the most expensive slice, and its boundaries. Even slices are the fallback."""
@@ -185,7 +185,7 @@ class SliceCutter:
     def _furthest_stop(self, start: int, bound_s: float, left: int) -> int:
         """Return the end of the longest slice within the bound that leaves a cell to each of `left` more slices;
         `start` if no slice is within it."""
-        last = start + int(np.searchsorted(self._slice_row(start), bound_s * ROUNDING, side="right"))
+        last = start + int(np.searchsorted(self._slice_row(start), bound_s * LIMIT_ROUNDING, side="right"))
         return min(last, self.cells - left)
 
     def _furthest_boundaries(self, bound_s: float, slices: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.plan.slicing.bounds import NONE, BoundedSlicing, best_bound
+from pipefit.plan.slicing.bounds import NO_BOUND, BoundedSlicing, best_bound
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, places_of
 from pipefit.schedule.taskgraph.kernel import choose_loop
 
@@ -77,11 +77,11 @@ class SlicePaths:
     def solve_within(self, bound_s: float) -> BoundedSlicing:
         """Return the least sum of slices that are all within the bound."""
         total_s = float(self._shortest(self.times, bound_s, self._total, self._longest, self._last))
-        return BoundedSlicing(total_s, float(self._longest[-1]) if total_s < NONE else NONE)
+        return BoundedSlicing(total_s, float(self._longest[-1]) if total_s < NO_BOUND else NO_BOUND)
 
     def slices_within(self, bound_s: float) -> tuple[int, ...]:
         """Return the tokens of the slices found by `solve_within`."""
-        assert self.solve_within(bound_s).total_s < NONE, "no slicing is within the bound"
+        assert self.solve_within(bound_s).total_s < NO_BOUND, "no slicing is within the bound"
         stops = [len(self.places) - 1]
         while stops[-1]:
             stops.append(stops[-1] - int(self._last[stops[-1]]))
@@ -92,7 +92,7 @@ def slice_table(places: Counts, time_of: TimeOf) -> Seconds:
     """Return [end - 1][cells - 1]: seconds of the slice of this many cells that ends at place `end`; infinite if it
     would begin before the sequence."""
     cells = len(places) - 1
-    times = np.full((cells, cells), NONE)
+    times = np.full((cells, cells), NO_BOUND)
     end, size = (index + 1 for index in np.tril_indices(cells))
     start = places[end - size]
     times[end - 1, size - 1] = time_of(places[end] - start, start)

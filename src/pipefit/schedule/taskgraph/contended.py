@@ -24,7 +24,7 @@ from pipefit.schedule.taskgraph.kernel import compile_modules, pays_to_compile
 from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, Floats, I, Ints, W
 from pipefit.schedule.taskgraph.times import TaskTimes, run_graph, task_durations
 
-COMPILED_FROM = 15_000
+COMPILED_DEPENDENCIES = 15_000
 """Number of dependencies from which importing numba pays: an event costs more than an entry of the plain sweep."""
 
 Group = TypeVar("Group", SharedTasks, SharedFlows, ActiveTransfers)
@@ -194,7 +194,7 @@ def _run_shared(tasks: SharedTasks, ports: SharedFlows, compiled: bool | None) -
     """Return (start of every copy, its moments)."""
     size, dependencies = len(tasks.flow), len(tasks.then)
     active = _active_transfers(size)
-    if compiled is None and dependencies >= COMPILED_FROM:
+    if compiled is None and dependencies >= COMPILED_DEPENDENCIES:
         compiled = True
     if pays_to_compile(dependencies, compiled):
         done = compile_modules((fluid,), ("share_ports",))["share_ports"](tasks, ports, active)

@@ -44,8 +44,8 @@ FITTED = ("matmul_share", "memory_share")
 START = (0.85, 0.8)
 """Start of the fit: large matrix products on A100 reach about 85 % of the peak, copies 80 % of the bandwidth."""
 
-MOST = (0.95, 0.95)
-PULL = 0.3
+UPPER_SHARES = (0.95, 0.95)
+PRIOR_WEIGHT = 0.3
 """Weight of the constants' prior: each is known to about a tenth beforehand, and rows to about three hundredths."""
 
 MODES: Mapping[str, tuple[bool, Scores, bool]] = {
@@ -175,8 +175,8 @@ def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> 
             measured[training_rows].tolist(),
             START,
             jacobian[training_rows],
-            most=MOST,
-            pull=PULL,
+            most=UPPER_SHARES,
+            pull=PRIOR_WEIGHT,
         )
         fits.append(values)
         for index, time_s in zip(case_rows, predict_times(values, case_rows), strict=True):

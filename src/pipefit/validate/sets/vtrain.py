@@ -44,7 +44,7 @@ COLUMNS = (
     "iteration_ms",
 )
 SOURCE = "VIA-Research/vTrain, data/ground_truth_single.csv (MIT licence, Copyright its authors)"
-PARTS, SEED = 4, 0
+SHUFFLED_FOLDS, SEED = 4, 0
 """Keys are shuffled with the seed and dealt into this number of parts."""
 
 BEST_OF = 5
@@ -91,7 +91,7 @@ def deal_keys(samples: Sequence[PublishedSample], seed: int = SEED) -> tuple[fro
     """Deal the keys into four parts."""
     keys = sorted({sample.shape_key for sample in samples})
     random.Random(seed).shuffle(keys)
-    return tuple(frozenset(keys[part::PARTS]) for part in range(PARTS))
+    return tuple(frozenset(keys[part::SHUFFLED_FOLDS]) for part in range(SHUFFLED_FOLDS))
 
 
 def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator, seed: int = SEED) -> ValidationResult:
