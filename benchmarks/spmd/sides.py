@@ -94,7 +94,11 @@ class Side(ChainSearch):
 
         def kept(value: int) -> int:
             name = layer.values[value]
-            spread = [toll for toll in layer.template.tolls[value] if toll[0] == stored(layer, name)]
+            spread = [
+                conversion
+                for conversion in layer.template.conversion_costs[value]
+                if conversion[0] == stored(layer, name)
+            ]
             return stored(layer, name) if spread else frontier.REPLICATED
 
         steps, picks = [], []
@@ -108,17 +112,21 @@ class Side(ChainSearch):
             ]
             steps.append(replace(step, ways=tuple(step.ways[place] for place in keep)))
             picks.append(tuple(each[place] for place in keep))
-        tolls = tuple(
+        conversions = tuple(
             {
-                move: toll
-                for move, toll in tolls.items()
+                move: conversion
+                for move, conversion in conversions.items()
                 if may(value, move[0])
                 and may(value, move[1])
                 and (self.gathers or layer.values[value] not in parameters)
             }
-            for value, tolls in enumerate(layer.template.tolls)
+            for value, conversions in enumerate(layer.template.conversion_costs)
         )
-        return replace(layer, template=replace(layer.template, steps=tuple(steps), tolls=tolls), picks=tuple(picks))
+        return replace(
+            layer,
+            template=replace(layer.template, steps=tuple(steps), conversion_costs=conversions),
+            picks=tuple(picks),
+        )
 
 
 @dataclass(frozen=True)

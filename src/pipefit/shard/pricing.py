@@ -21,13 +21,13 @@ from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpe
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
+from pipefit.shard.conversion_costs import ConversionCosts, price_conversions, price_unshardings
 from pipefit.shard.cuts import cut_units
 from pipefit.shard.operator_work import OperatorPricing
 from pipefit.shard.program import labels_at
 from pipefit.shard.rules import Labels, OperatorLabels
 from pipefit.shard.setting import ShardSetting as ShardSetting
 from pipefit.shard.template import WHOLE_CUT, ConversionCost, HeldFractions, LayerTemplate, Lines, OpenOption, OpenStep
-from pipefit.shard.tolls import Tolls, price_conversions, price_unshardings
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class _LayerPricing:
         template = LayerTemplate(
             members=self.setting.axis_members,
             steps=tuple(self.steps),
-            tolls=tuple(self.conversion_costs(name) for name in names),
+            conversion_costs=tuple(self.conversion_costs(name) for name in names),
             cuts=tuple(sorted({*cuts.values()})),
             given=input_forms,
             wanted=wanted,
@@ -220,7 +220,7 @@ class _LayerPricing:
                 picks.append(OptionPick())
         return tuple(options), tuple(picks)
 
-    def unsharding_costs(self, spec: ParameterSpec, often: int) -> Tolls:
+    def unsharding_costs(self, spec: ParameterSpec, often: int) -> ConversionCosts:
         """Return the prices of a sharded parameter (FSDP): gathered in the forward and again for the input gradient,
         with its gradient reduced in every microbatch."""
         cuts = self.value_units(spec.name)
@@ -294,8 +294,8 @@ class _LayerPricing:
                 options.append(OpenOption(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0), talk=talk))
                 picks.append(OptionPick(label))
             else:
-                for form, toll in self.settlement_forms(operator, labelled, once):
-                    options.append(OpenOption(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
+                for form, conversion in self.settlement_forms(operator, labelled, once):
+                    options.append(OpenOption(needs, number_of(form), cut, passes, conversion, held=(size, 0.0)))
                     picks.append(OptionPick(label, settle=form))
         if operator.inputs[1:2] and operator.inputs[1] in self.factored_parameters:
             for option, pick in self.factored_options(operator, tables, plain[2], size):
@@ -387,15 +387,15 @@ class _LayerPricing:
         output = operator.outputs[0]
         barred = {label for index in once for label in labelled.inputs[index] or ()}
         settlements = []
-        for (source, target), toll in self.tensor_costs(self.tensors[output]).items():
+        for (source, target), conversion in self.tensor_costs(self.tensors[output]).items():
             form = form_of(target)
             split = labelled.outputs[0][form.dim] if form.dim is not None else None
             runs_late = form.dim is None or self.shapes[output][form.dim] in ("B", "T")
             if source == frontier.PARTIAL and split not in barred - {None} and runs_late:
-                settlements.append((form, toll))
+                settlements.append((form, conversion))
         return settlements
 
-    def conversion_costs(self, name: str) -> Tolls:
+    def conversion_costs(self, name: str) -> ConversionCosts:
         """Return all conversions of a value; a parameter with several readers is converted where it is read."""
         if name in self.aliases:
             parameter, often = self.aliases[name]
@@ -405,7 +405,7 @@ class _LayerPricing:
             return self.unsharding_costs(self.parameters[name], often) if self.reader_counts[name] < 2 else {}
         return self.tensor_costs(self.tensors[name])
 
-    def tensor_costs(self, tensor: TensorSpec) -> Tolls:
+    def tensor_costs(self, tensor: TensorSpec) -> ConversionCosts:
         """Return all conversions of a value, with their backward."""
         bytes_kept, cuts, activation = (
             self.held_bytes(tensor.name),

@@ -72,13 +72,13 @@ def recipe_of(
                 layer.values[value],
                 form_of(source),
                 form_of(target),
-                lowering_word(layer.template.tolls[value][source, target]),
+                lowering_word(layer.template.conversion_costs[value][source, target]),
             )
             for value, source, target in moves
         )
 
-    def lowering_word(toll: ConversionCost | None) -> str:
-        return "" if fractions is None or toll is None else toll.lowering_names(fractions)
+    def lowering_word(conversion: ConversionCost | None) -> str:
+        return "" if fractions is None or conversion is None else conversion.lowering_names(fractions)
 
     picks, before = [], []
     waiting: tuple[Turn, ...] = ()
@@ -89,7 +89,8 @@ def recipe_of(
             option = step.ways[number]
             picks.append(
                 replace(
-                    step_picks[number], how=lowering_word(option.talk if step_picks[number].factors else option.toll)
+                    step_picks[number],
+                    how=lowering_word(option.talk if step_picks[number].factors else option.reduction),
                 )
             )
             before.append(waiting)

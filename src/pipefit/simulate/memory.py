@@ -170,11 +170,11 @@ def _add_handed_on(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, ti
 def _add_kv_gradients(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
     """Add the gradients that a backward leaves for the keys and values of earlier slices, until the next backward of
     its microbatch starts."""
-    if not costs.owed_bytes.any():
+    if not costs.kv_gradient_bytes.any():
         return
     backward = _task_index(graph, (I, B))
     there = (backward[:, :, 1:] >= 0) & (backward[:, :, :-1] >= 0)
-    size = np.broadcast_to(costs.owed_bytes, backward.shape)[:, :, 1:][there]
+    size = np.broadcast_to(costs.kv_gradient_bytes, backward.shape)[:, :, 1:][there]
     producers, consumers = backward[:, :, 1:][there], backward[:, :, :-1][there]
     events.add_change(graph.lane[producers], times.stop_s[producers], PLACES * graph.row[producers] + GIVE, size)
     events.add_change(graph.lane[consumers], times.start_s[consumers], PLACES * graph.row[consumers] + TAKE, -size)

@@ -48,7 +48,7 @@ class RandomPrices(ChainSearch):
             if one is None:
                 return None
             ahead, back = ((draw.choice(each),) if each else () for each in (one.ahead, one.back))
-            return replace(one, line=(draw.random() * self.toll, 0.0), ahead=ahead, back=back)
+            return replace(one, line=(draw.random() * self.conversion_s, 0.0), ahead=ahead, back=back)
 
         steps = tuple(
             replace(
@@ -58,18 +58,20 @@ class RandomPrices(ChainSearch):
                         way,
                         passes=(),
                         once_s=draw.random() * (0.1 if 1 in way.needs else 1.0) + (way.cut < 0 and 1 not in way.needs),
-                        toll=drawn(way.toll),
+                        reduction=drawn(way.reduction),
                     )
                     for way in step.ways
                 ),
             )
             for step in layer.template.steps
         )
-        tolls = tuple({move: drawn(toll) for move, toll in each.items()} for each in layer.template.tolls)
-        return replace(layer, template=replace(layer.template, steps=steps, tolls=tolls))
+        conversions = tuple(
+            {move: drawn(conversion) for move, conversion in each.items()} for each in layer.template.conversion_costs
+        )
+        return replace(layer, template=replace(layer.template, steps=steps, conversion_costs=conversions))
 
 
-def random_recipes(layers, shares, seed, rows, tokens, toll):
+def random_recipes(layers, shares, seed, rows, tokens, conversion_s):
     """The text of a recipe for every layer."""
     kind = random_setting(0).kinds[0]
     free = tuple(LoweredCollective(name, 0.0, 0.0, PortLoads()) for name in LOWERINGS)
@@ -78,7 +80,7 @@ def random_recipes(layers, shares, seed, rows, tokens, toll):
     )
     model = model_of(layers)
     search = RandomPrices(model, setting)
-    search.seed, search.toll = seed, toll
+    search.seed, search.conversion_s = seed, conversion_s
     return [link.layer_recipe.recipe_text for link in search.search_programs(model.layers, shares)]
 
 

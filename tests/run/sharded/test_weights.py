@@ -86,10 +86,10 @@ def test_every_gather_is_paid_once():
     matrix = [word for word in words if word.startswith("w.weight:")]
     assert matrix == ["w.weight:G0>I"] * 3 or matrix == ["w.weight:G1>I"] * 3
     moves = [(v, s, t) for each in link.choice.before for v, s, t in each if link.layer.values[v] == "w.weight"]
-    tolls = [link.layer.template.tolls[v][s, t] for v, s, t in moves]
+    conversions = [link.layer.template.conversion_costs[v][s, t] for v, s, t in moves]
     size = WIDTH * WIDTH * 4.0
     once = 2 * where.collective("all_gather", size) + where.collective("reduce_scatter", size)
-    assert [sum(toll.line) for toll in tolls] == pytest.approx([once] * 3)
+    assert [sum(conversion.line) for conversion in conversions] == pytest.approx([once] * 3)
     program = write_program(model.layer_graph(model.layers[1]), (1, 1), link.layer_recipe)
     kinds = [each.inputs[0] for each in program.graphs[0].operators if each.kind == "unshard"]
     assert kinds.count("w.weight") == 3 and kinds.count("scale") <= 1

@@ -167,8 +167,8 @@ Cells = NDArray[np.float64]
 broadcasts to it."""
 
 
-def broadcast_cells(figure: Any, panel: CandidateGrid) -> Cells:
+def broadcast_cells(figure: Any, grid: CandidateGrid) -> Cells:
     """Return a flat array over the candidates of a grid; trailing dimensions that `figure` lacks are broadcast."""
     array = np.asarray(figure, dtype=np.float64)
     padded = array.reshape(array.shape + (1,) * (4 - array.ndim))
-    return np.broadcast_to(padded, panel.grid_shape).ravel()
+    return np.broadcast_to(padded, grid.grid_shape).ravel()

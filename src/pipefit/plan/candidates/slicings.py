@@ -205,16 +205,16 @@ class SequenceSlicer:
         program = (decisions.sharding_key(0), decisions.shards)
         return self.stage_work(frozenset().union(*pairs), decisions.recompute[0], program)
 
-    def stages_for(self, panel: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
+    def stages_for(self, grid: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
         """Return all layers on the slowest devices of a grid's lanes, for each of these counts."""
-        if not self.cutter.fleet.fills_hosts(panel.shard_devices):
-            return [self.stages_of(panel.decisions_at(panel.first_of(which)))[0] for which in counts]
-        lanes = {*panel.lane_runs()}
+        if not self.cutter.fleet.fills_hosts(grid.shard_devices):
+            return [self.stages_of(grid.decisions_at(grid.first_of(which)))[0] for which in counts]
+        lanes = {*grid.lane_runs()}
         stages = []
         for which in counts:
-            rows = self.cutter.rows_of(self.job, *panel.counts[which])
+            rows = self.cutter.rows_of(self.job, *grid.counts[which])
             pairs = frozenset().union(*(pairs_of(runs, rows) for runs in lanes))
-            stages.append(self.stage_work(pairs, program=panel.program))
+            stages.append(self.stage_work(pairs, program=grid.program))
         return stages
 
     def stages_of(self, decisions: ParallelConfig) -> list[StageWork]:

@@ -51,8 +51,8 @@ def iter_candidates(
 
     Without a cutter all devices count as alike.
     """
-    for panel in iter_grids(job, layers, devices, hosts, constraints, cutter):
-        yield from panel.all_decisions()
+    for grid in iter_grids(job, layers, devices, hosts, constraints, cutter):
+        yield from grid.all_decisions()
 
 
 def iter_grids(
@@ -69,9 +69,9 @@ def iter_grids(
     constraints = families_only(constraints)
     slicer = SequenceSlicer(cutter, job, constraints) if cutter is not None and slicer is None else slicer
     for base in iter_base_grids(job, layers, devices, hosts, constraints, cutter):
-        for panel in (unsliced_grid(base, constraints), slice_grid(base, job, constraints, slicer)):
-            if panel is not None:
-                yield panel
+        for grid in (unsliced_grid(base, constraints), slice_grid(base, job, constraints, slicer)):
+            if grid is not None:
+                yield grid
 
 
 def iter_base_grids(
@@ -85,20 +85,20 @@ def iter_base_grids(
     constraints = families_only(constraints)
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
     for choice in shard_choices(job, constraints, cutter):
-        for grid in _device_grids(job, layers, devices, hosts, choice.fix_in(constraints), cutter):
-            if not choice.lanes[0] <= grid.lanes <= choice.lanes[1]:
+        for device_grid in _device_grids(job, layers, devices, hosts, choice.fix_in(constraints), cutter):
+            if not choice.lanes[0] <= device_grid.lanes <= choice.lanes[1]:
                 continue
-            if grid.lanes not in known:
-                known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, constraints)
-            for (placement, _), names in known[grid.lanes].items():
-                panel = _build_grid(job, grid, placement, names, choice, constraints, cutter)
-                if panel is not None:
-                    yield panel
+            if device_grid.lanes not in known:
+                known[device_grid.lanes] = _schedules_by_placement(device_grid.lanes, layers, constraints)
+            for (placement, _), names in known[device_grid.lanes].items():
+                grid = _build_grid(job, device_grid, placement, names, choice, constraints, cutter)
+                if grid is not None:
+                    yield grid
 
 
 def _build_grid(
     job: Job,
-    grid: DeviceGrid,
+    device_grid: DeviceGrid,
     placement: tuple[int, ...],
     names: Sequence[str],
     choice: ShardChoice,
@@ -110,24 +110,24 @@ def _build_grid(
     recompute_choices = [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
     recompute_choices = [choice for choice in recompute_choices if len(choice) in (1, len(placement))]
     any_count = constraints.schedule is not None and constraints.microbatches is not None
-    least = tuple(0 if any_count else FAMILIES[n].least_units(grid.lanes) for n in names)
-    counts = tuple(count for count in grid.counts if divides_rows(job.batch, *count, choice.row_parts))
+    least = tuple(0 if any_count else FAMILIES[n].least_units(device_grid.lanes) for n in names)
+    counts = tuple(count for count in device_grid.counts if divides_rows(job.batch, *count, choice.row_parts))
     if not recompute_choices or not counts:
         return None
     counts, states, state_group = _state_choices(counts, choice, constraints, cutter)
     if not counts or not states:
         return None
     return CandidateGrid(
-        lanes=grid.lanes,
+        lanes=device_grid.lanes,
         counts=counts,
-        pattern=grid.pattern,
+        pattern=device_grid.pattern,
         placement=placement,
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
         sharded_state=states,
         state_group=state_group,
-        inner=grid.inner,
+        inner=device_grid.inner,
         context=constraints.context_size,
         expert=choice.expert,
         shards=choice.shares,
@@ -135,7 +135,7 @@ def _build_grid(
         recipes=choice.recipes,
         cuts=constraints.cuts or (),
         fleet=cutter.fleet if cutter is not None else None,
-        runs=grid.runs,
+        runs=device_grid.runs,
     )
 
 
@@ -158,16 +158,16 @@ def _state_choices(
     return even, tuple(filter(shards_optimizer, states)), size if size < members else 0
 
 
-def unsliced_grid(panel: CandidateGrid, constraints: Constraints) -> CandidateGrid | None:
+def unsliced_grid(grid: CandidateGrid, constraints: Constraints) -> CandidateGrid | None:
     """Return the candidates of a grid without slices, in families that are searched without slices."""
     if constraints.slices not in (None, 1):
         return None
     any_family = constraints.schedule is not None
-    indices = [index for index, name in enumerate(panel.names) if any_family or FAMILIES[name].searched]
-    if len(indices) < len(panel.names):
-        names, least = [panel.names[index] for index in indices], [panel.least[index] for index in indices]
-        panel = replace(panel, names=tuple(names), least=tuple(least))
-    return with_slices(panel, [(count, ()) for count in panel.counts]) if indices else None
+    indices = [index for index, name in enumerate(grid.names) if any_family or FAMILIES[name].searched]
+    if len(indices) < len(grid.names):
+        names, least = [grid.names[index] for index in indices], [grid.least[index] for index in indices]
+        grid = replace(grid, names=tuple(names), least=tuple(least))
+    return with_slices(grid, [(count, ()) for count in grid.counts]) if indices else None
 
 
 def families_only(constraints: Constraints) -> Constraints:
@@ -194,10 +194,10 @@ def _device_grids(
     known: dict[tuple[tuple[Runs, ...], Inner], set[Count]] = {}
     mixed = cutter is not None and cutter.fleet.is_mixed
     if cutter is not None and mixed and constraints.mapping in (None, "search"):
-        for grid in _mixed_grids(job, layers, devices, hosts, constraints, cutter):
-            for inner in grid.inner:
-                known[grid.runs, inner] = {*grid.counts}
-            yield grid
+        for device_grid in _mixed_grids(job, layers, devices, hosts, constraints, cutter):
+            for inner in device_grid.inner:
+                known[device_grid.runs, inner] = {*device_grid.counts}
+            yield device_grid
     for replicas, lanes in _grid_sizes(job, layers, devices, constraints):
         counts = tuple((count, replicas) for count in _microbatch_counts(job, replicas, constraints))
         inners = _rank_orders(hosts, len(replicas), lanes, constraints)

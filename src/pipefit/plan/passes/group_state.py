@@ -84,7 +84,8 @@ def _groups_apply(context: PlannerContext, constraints: Constraints) -> bool:
 
 def _promising_grids(searcher: LayoutSearch, space: list[CandidateGrid]) -> list[CandidateGrid]:
     """Return the grids with groups whose estimated step is below the best plan, those with the smallest ones."""
-    grouped = [grid for panel in searcher.unsliced_grids(space) for grid in _with_groups(panel, searcher.context)]
+    ungrouped = searcher.unsliced_grids(space)
+    grouped = [grid for plain in ungrouped for grid in _with_groups(plain, searcher.context)]
     best_s = searcher.fitting[0].step_s if searcher.fitting else float("inf")
     estimated: list[tuple[float, int]] = []
     for places, floor in searcher.floors.bound_batches(grouped):
@@ -94,14 +95,14 @@ def _promising_grids(searcher: LayoutSearch, space: list[CandidateGrid]) -> list
     return [grouped[index] for _, index in ranked[: STATE_GROUP_BUDGET.grids]]
 
 
-def _with_groups(panel: CandidateGrid, context: PlannerContext) -> Iterator[CandidateGrid]:
+def _with_groups(plain: CandidateGrid, context: PlannerContext) -> Iterator[CandidateGrid]:
     """Yield the grid with groups of every size that divides the replicas on a host, for each rank order in which they
     span several hosts. Expert parallelism shards state over all devices of a stage."""
-    states = tuple(filter(shards_optimizer, panel.sharded_state))
-    even = tuple(count for count in panel.counts if len({*count[1]}) == 1)
-    divides_rows = splits_rows(panel.sharding) or panel.expert > 1
-    for inner in panel.inner if states and even and not divides_rows else ():
-        grid = replace(panel, inner=(inner,), counts=even, sharded_state=states)
+    states = tuple(filter(shards_optimizer, plain.sharded_state))
+    even = tuple(count for count in plain.counts if len({*count[1]}) == 1)
+    divides_rows = splits_rows(plain.sharding) or plain.expert > 1
+    for inner in plain.inner if states and even and not divides_rows else ():
+        grid = replace(plain, inner=(inner,), counts=even, sharded_state=states)
         members = _members_in_host(grid, context)
         for size in range(2, members + 1):
             if members % size == 0:
