@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pipefit.layout import AxisName, Mesh
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import Graph
 from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_optimizer, shards_parameters
 from pipefit.precision import Precision
 
-Recompute = Literal["none", "selective", "full"]
-
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients reduced together: the bucket size of `run/worker/build.py`."""
 
-Messages = tuple[tuple[int, int, float], ...]
+Message = tuple[int, int, float]
 """(source device, target device, bytes)."""
+
+Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from pipefit.lab import launch, network
 from pipefit.lab.lifecycle import Lab, scratch_folder
 from pipefit.lab.pace import read_counts
 from pipefit.lab.spec import LabFile
-from pipefit.lab.streams import HostStreams, Pair, open_streams
+from pipefit.lab.streams import HostStreams, StreamPair, open_streams
 
 LINKS_WITHIN = 0.10
 PACE_WITHIN = 0.02
@@ -80,7 +80,7 @@ class LabCalibration:
         )
 
 
-def requested_rates(lab: LabFile) -> dict[Pair, float]:
+def requested_rates(lab: LabFile) -> dict[StreamPair, float]:
     """Return the rate that each ordered pair of hosts should achieve alone: the smallest of its own rate and the
     uplinks on its path. A pair (h, h) is present if the links inside host h are shaped."""
     rates, racks = network.rates_of(lab), network.rack_of(lab)
@@ -97,12 +97,12 @@ def requested_rates(lab: LabFile) -> dict[Pair, float]:
     return result
 
 
-def pair_rounds(lab: LabFile) -> list[list[Pair]]:
+def pair_rounds(lab: LabFile) -> list[list[StreamPair]]:
     """Divide all ordered pairs into rounds, greedily: no two pairs of a round share a port or an uplink. Intra-host
     links come last, in rounds of at most `INSIDE_BYTES_PER_S` in total."""
     racks, names = network.rack_of(lab), [host.name for host in lab.cluster.hosts]
     count = len(names)
-    result: list[tuple[list[Pair], set[tuple[str, int]]]] = []
+    result: list[tuple[list[StreamPair], set[tuple[str, int]]]] = []
     for step in range(1, count):
         for a in range(count):
             b = (a + step) % count
@@ -117,7 +117,7 @@ def pair_rounds(lab: LabFile) -> list[list[Pair]]:
                     break
             else:
                 result.append(([(a, b)], used))
-    inside: list[tuple[list[Pair], float]] = []
+    inside: list[tuple[list[StreamPair], float]] = []
     for h, rate in enumerate(network.rates_of(lab).inside):
         if rate and inside and inside[-1][1] + rate <= INSIDE_BYTES_PER_S:
             inside[-1] = ([*inside[-1][0], (h, h)], inside[-1][1] + rate)
@@ -191,9 +191,9 @@ def as_lines(lab: Lab, result: LabCalibration) -> list[str]:
 
 
 def _measure_round(
-    hosts: HostStreams, pairs: Sequence[Pair], wanted: Mapping[Pair, float], seconds: float
+    hosts: HostStreams, pairs: Sequence[StreamPair], wanted: Mapping[StreamPair, float], seconds: float
 ) -> list[PairCheck]:
-    best: dict[Pair, PairCheck] = {}
+    best: dict[StreamPair, PairCheck] = {}
     for _ in range(1 + MISSED_RATE_REPEATS):
         missed = [pair for pair in pairs if pair not in best or abs(best[pair].relative_error) > LINKS_WITHIN]
         if not missed:

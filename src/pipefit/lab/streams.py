@@ -27,7 +27,7 @@ START_S = 60.0
 SKIPPED_S = 0.1
 """Start of every stream that is not counted: it contains htb's burst and TCP's first windows."""
 
-Pair = tuple[int, int]
+StreamPair = tuple[int, int]
 
 
 class HostStreams:
@@ -37,7 +37,7 @@ class HostStreams:
         self._lab, self._told = lab, told
         self._files = [connection.makefile("rw") for connection in told]
 
-    def measure_rates(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, float]:
+    def measure_rates(self, pairs: Sequence[StreamPair], seconds: float) -> dict[StreamPair, float]:
         """Return the payload bytes per second of each ordered pair of hosts while all pairs stream at once.
 
         A host may send to several hosts at once, with one stream to each. Raises LabError if a stream failed.
@@ -47,7 +47,7 @@ class HostStreams:
             targets = [network.device_address(target) for origin, target in pairs if origin == source]
             self._files[source].write(json.dumps({"targets": targets, "seconds": seconds}) + "\n")
             self._files[source].flush()
-        rates: dict[Pair, float] = {}
+        rates: dict[StreamPair, float] = {}
         for source in senders:
             answer = json.loads(self._files[source].readline() or '{"error": "the process is gone"}')
             if "error" in answer:

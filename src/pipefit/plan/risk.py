@@ -34,7 +34,7 @@ RISK = 0.05
 RISK_SEARCHES = 8
 """Searches under ever tighter limits before DoesNotFitError is raised."""
 
-Parts = Mapping[str, float]
+PeakParts = Mapping[str, float]
 
 
 def make_plan_at_risk(
@@ -118,7 +118,7 @@ def analytic_limit_bytes(correction: MemoryCorrection, limit_bytes: float, risk:
     return WORKSPACE_BYTES + (limit_bytes / (1.0 + correction.error_quantile(risk)) - constant) / least
 
 
-def peak_parts(simulation: PlanSimulation, kind: str = "") -> tuple[Parts, ...]:
+def peak_parts(simulation: PlanSimulation, kind: str = "") -> tuple[PeakParts, ...]:
     """Return, for each lane, the parts of the analytic peak on its device of this kind.
 
     Without such a device, or if all devices hold the same, they are the parts of the device that is fullest relative to
@@ -130,7 +130,7 @@ def peak_parts(simulation: PlanSimulation, kind: str = "") -> tuple[Parts, ...]:
     )
 
 
-def analytic_parts(device: DevicePeak) -> Parts:
+def analytic_parts(device: DevicePeak) -> PeakParts:
     """Return the parts of an analytic peak, by the names in `PEAK_PARTS` of `cost/memory/correction.py`. Memory of the
     end of an iteration counts as messages."""
     ends = device.peak_bytes > device.curve.peak_bytes

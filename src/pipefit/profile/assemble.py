@@ -20,8 +20,8 @@ from pipefit.cluster.measured import (
     RailCurve,
 )
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.cost.types import Array
 from pipefit.errors import ClusterError
-from pipefit.profile.effects import Array
 from pipefit.profile.estimate import LinkShape, PairTimes, pair_times
 from pipefit.profile.facts import CPU, DeviceRates, ProfileMember
 from pipefit.profile.links import LinkSample, latency_and_bandwidth

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.profile.effects import Array
+from pipefit.cost.types import Array
 from pipefit.profile.estimate import Bools, LinkShape, LinkTable, LogTimes, link_logs
 
 MIN_CLUSTER_GAP = 4.0

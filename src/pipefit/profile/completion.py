@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipefit.cost.types import Array
 from pipefit.profile.classes import HostClasses, find_classes
-from pipefit.profile.effects import Array
 from pipefit.profile.estimate import LinkShape, LinkTable, LogTimes, link_logs
 from pipefit.profile.low_rank import RANKS
 

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Indices = NDArray[np.int64]
+from pipefit.cost.types import Array, Ints
 
 ABOVE, BELOW = 1.5, 3.0
 """Deviations above or below, in standard deviations, from which a measurement gets less weight (Huber 1964)."""
@@ -37,7 +35,7 @@ class EffectTerm:
     """A grouping of the measurements: level[i] is the group of measurement i."""
 
     name: str
-    level: Indices
+    level: Ints
     count: int
     "Number of levels, with or without measurements."
     free: bool = False
@@ -100,7 +98,7 @@ class _FittedTerm:
     def __init__(self, term: EffectTerm, values: Array) -> None:
         self.term = term
         self.met, level = np.unique(term.level, return_inverse=True)
-        self.level: Indices = level.astype(np.int64)
+        self.level: Ints = level.astype(np.int64)
         total_variance = max(MIN_VARIANCE, float(np.var(values)))
         self.variance, self.most = (100 * total_variance, np.inf) if term.free else (total_variance / 2, np.inf)
         self.value, self.error = np.zeros(len(self.met)), np.zeros(len(self.met))
@@ -123,7 +121,7 @@ class _FittedTerm:
         return TermEffect(value, error, self.variance)
 
 
-def _repetition_variance(values: Array, link: Indices) -> float:
+def _repetition_variance(values: Array, link: Ints) -> float:
     """Return the pooled variance of the repetitions of each link, or `MIN_VARIANCE` without repetitions.
 
     Without repetitions all differences between links are attributed to the links.
@@ -134,7 +132,7 @@ def _repetition_variance(values: Array, link: Indices) -> float:
     return max(MIN_VARIANCE, float(((values - mean[link]) ** 2).sum() / free)) if free else MIN_VARIANCE
 
 
-def _robust_weights(values: Array, link: Indices, noise: float) -> Array:
+def _robust_weights(values: Array, link: Ints, noise: float) -> Array:
     """Return weights by the distance of each value from the lower median of its link.
 
     The distance from the model's expectation would treat a link that is unlike all others as a disturbance.

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.cost.types import Array, Indices
 from pipefit.profile.config import TINY
-from pipefit.profile.effects import Array, EffectFit, EffectTerm, Indices, fit_effects
+from pipefit.profile.effects import EffectFit, EffectTerm, fit_effects
 from pipefit.profile.links import LinkSample
 from pipefit.profile.low_rank import factor_residuals
 

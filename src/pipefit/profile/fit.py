@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipefit.cluster.measured import ActionCurve
 from pipefit.cost.compute.curves import action_time_s, attention_features
+from pipefit.cost.types import Array
 from pipefit.profile.points import SMALLEST, WorkPoint
-
-Array = NDArray[np.float64]
 
 ODD = 0.03
 """Points that deviate from the fit by more than this share get less weight."""

@@ -18,7 +18,7 @@ import numpy as np
 from pipefit.profile.classes import merge_groups
 from pipefit.profile.links import Measure
 from pipefit.profile.sharing import SLOW_PAIR_REPEATS, SLOWER, Rates
-from pipefit.profile.tournament import Pair
+from pipefit.profile.tournament import HostPair
 
 LOOK, MOST = 6, 64
 """Rounds after which the search ends if no pair was slower, and the most rounds."""
@@ -56,10 +56,10 @@ def find_flooded(members: Sequence[int], alone: Rates, size: int, measure: Measu
     return dict(zip(members, map(int, labels), strict=True)) if several else {}
 
 
-def _measure_slowdown(ways: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> Mapping[Pair, float]:
+def _measure_slowdown(ways: Sequence[HostPair], alone: Rates, size: int, measure: Measure) -> Mapping[HostPair, float]:
     """Return time beside all others over time alone, of the pairs that answered; the fastest repetition, if one seems
     slow."""
-    best: dict[Pair, float] = {}
+    best: dict[HostPair, float] = {}
     for _ in range(1 + SLOW_PAIR_REPEATS):
         for pair, time_s in measure(ways, size).round_trip_s.items():
             best[pair] = min(best.get(pair, np.inf), time_s * alone[pair] / size)

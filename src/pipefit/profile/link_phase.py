@@ -33,7 +33,7 @@ from pipefit.profile.sharing import (
     measure_uplinks,
 )
 from pipefit.profile.state import ProfileSession
-from pipefit.profile.tournament import Pair, round_robin, shuffle_members, shuffle_rounds, thin_rounds
+from pipefit.profile.tournament import HostPair, round_robin, shuffle_members, shuffle_rounds, thin_rounds
 from pipefit.profile.wire import MOST_BYTES, LinkEndpoint
 
 PROBE = 64 * 2**10
@@ -68,7 +68,7 @@ class RoundRules:
     classes: dict[int, int] = field(default_factory=dict)
     "By rank: at most one pair at a time leaves each class; empty for no such limit."
 
-    def limit_rounds(self, games: Games) -> list[list[Pair]]:
+    def limit_rounds(self, games: Games) -> list[list[HostPair]]:
         return thin_rounds(games, self.width, self.classes or None)
 
 
@@ -242,7 +242,7 @@ class HostLinkSurvey:
         self.session.require_all(self.phase)
         return build_sharing(self.ranks, ports, uplinks)
 
-    def _measure_unless_lost(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def _measure_unless_lost(self, pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         """`LinkEndpoint.measure`, but empty once a rank is lost: then the measurement cannot succeed any more."""
         return RoundOutcome({}) if self.session.board.lost else self.wire.measure(pairs, size)
 
@@ -259,14 +259,14 @@ def _largest_messages(found: LinkSurvey, ranks: Sequence[int]) -> LinkTable:
     return table.select_size(len(table.sizes_bytes) - 1)
 
 
-def _crosses_class(pair: Pair, classes: dict[int, int]) -> bool:
+def _crosses_class(pair: HostPair, classes: dict[int, int]) -> bool:
     """Return whether a pair leaves or enters a class of several hosts."""
     first, second = (classes[member] for member in pair)
     labels = list(classes.values())
     return first != second and max(labels.count(first), labels.count(second)) > 1
 
 
-def _parse_rounds(told: Sequence[Sequence[Sequence[int]]]) -> list[list[Pair]]:
+def _parse_rounds(told: Sequence[Sequence[Sequence[int]]]) -> list[list[HostPair]]:
     """Convert JSON lists to rounds of pairs."""
     return [[(a, b) for a, b in pairs] for pairs in told]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipefit.profile.effects import Array, Indices
+from pipefit.cost.types import Array, Indices
 
 RANKS = (2, 4, 6)
 """Ranks to try: distances in a plane are nearly products of these ranks."""

@@ -14,7 +14,7 @@ from math import fsum, gcd
 from typing import Any
 
 from pipefit.cost.comm.lowerings import LoweredCollective, PortLoads
-from pipefit.cost.pipeline.overlap import Piece, hidden_s
+from pipefit.cost.pipeline.overlap import LayerGradient, hidden_s
 from pipefit.layout import split_by_shares
 from pipefit.shard.template import (
     WHOLE_CUT,
@@ -224,7 +224,7 @@ def overlapped_reduction_s(
     Overlap is counted bucket by bucket (`cost/pipeline/overlap.py`); a full bucket takes `bucket_s`, and sizes are
     given in seconds. `shares` are those of every program.
     """
-    pieces: dict[tuple[int, Sequence[int]], list[Piece]] = {}
+    pieces: dict[tuple[int, Sequence[int]], list[LayerGradient]] = {}
     for key, (chosen, layer_shares) in {
         (id(program), program_shares): (program, program_shares)
         for program, program_shares in zip(chain, shares, strict=True)

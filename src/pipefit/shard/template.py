@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
-from pipefit.cost.comm.lowerings import LoweredCollective, Parts
+from pipefit.cost.comm.lowerings import LoweredCollective, SplitFractions
 from pipefit.layout import split_by_shares
 from pipefit.shard.conversions import Conversions
 from pipefit.shard.frontier import FormProblem, FormSolution, Move, PricedOption, PricedStep
@@ -88,14 +88,16 @@ class ConversionCost:
             seconds += lowering.lowered_s(*parts)
         return seconds
 
-    def cheapest_lowerings(self, fractions: HeldFractions) -> tuple[tuple[LoweredCollective, tuple[Parts, ...]], ...]:
+    def cheapest_lowerings(
+        self, fractions: HeldFractions
+    ) -> tuple[tuple[LoweredCollective, tuple[SplitFractions, ...]], ...]:
         """Return the cheapest lowerings at these fractions, forward and backward, each with its parts.
 
         The result is empty if there is no choice.
         """
         if not self.ahead:
             return ()
-        parts: tuple[Parts, ...] = (fractions.parts[self.cut],)
+        parts: tuple[SplitFractions, ...] = (fractions.parts[self.cut],)
         if self.earlier != WHOLE_CUT:
             parts = (fractions.parts[self.earlier], *parts)
         directions = (self.ahead, parts), (self.back, parts[::-1])
@@ -110,7 +112,7 @@ class ConversionCost:
         return "" if names in ((), ("padded",)) else "+".join(names)
 
 
-def _cheapest_lowering(ways: Sequence[LoweredCollective], parts: tuple[Parts, ...]) -> LoweredCollective:
+def _cheapest_lowering(ways: Sequence[LoweredCollective], parts: tuple[SplitFractions, ...]) -> LoweredCollective:
     """Return the first lowering with the least price, up to rounding (sums in another order round differently)."""
     least = min(lowering.lowered_s(*parts) for lowering in ways)
     return next(lowering for lowering in ways if lowering.lowered_s(*parts) <= least * (1 + 1e-9))

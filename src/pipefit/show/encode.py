@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from pipefit.cost.types import Array
 from pipefit.schedule.actions import Action
-from pipefit.show.trace import Floats, StepTrace, TraceRow
+from pipefit.show.trace import StepTrace, TraceRow
 from pipefit.simulate.memory import MemoryCurve
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
@@ -138,7 +139,7 @@ def _row_ticks(row: TraceRow, tick_s: float) -> Iterable[int]:
         before = end
 
 
-def _round_values(values: Floats) -> list[int]:
+def _round_values(values: Array) -> list[int]:
     return [int(value) for value in np.rint(values)]
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.types import CostTable
+from pipefit.cost.types import Array, CostTable, Ints
 from pipefit.schedule.taskgraph.compile import TaskGraph, by_unit
-from pipefit.schedule.taskgraph.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints, W
+from pipefit.schedule.taskgraph.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, W
 from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges, spread_table
 
 
@@ -31,8 +31,8 @@ from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges,
 class MemoryCurve:
     """The memory of one lane as a step function of time."""
 
-    time_s: Floats
-    bytes: Floats
+    time_s: Array
+    bytes: Array
     "Bytes in use from the time at this index to the next; simultaneous events are in the order they happen."
     static_bytes: float
     peak_bytes: float
@@ -48,7 +48,7 @@ class MemoryCurve:
 
 
 def memory_curves(
-    graph: TaskGraph, costs: CostTable, times: TaskTimes, posted_s: Floats, reached_s: Floats
+    graph: TaskGraph, costs: CostTable, times: TaskTimes, posted_s: Array, reached_s: Array
 ) -> tuple[MemoryCurve, ...]:
     """Return the memory curve of every lane.
 
@@ -85,7 +85,7 @@ COMPUTE, RECEIVED, SENT = range(3)
 """The category of an event: memory of actions, receive buffers, or outputs that have not been sent yet."""
 
 
-def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes, reached_s: Floats) -> None:
+def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes, reached_s: Array) -> None:
     """Add the outputs that senders keep until they have been sent."""
     transfers = np.flatnonzero(graph.consumer >= 0)
     size = _edge_bytes(graph, costs, "sent_bytes")[transfers]
@@ -207,7 +207,7 @@ def _task_index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
     return by_unit(index, schedule)
 
 
-def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Array, Array]:
     """Return, for every task, the bytes it leaves allocated and the transient bytes while it runs."""
     held, passing = np.zeros(graph.size), np.zeros(graph.size)
     for name in ("F", "I", "W", "B"):
@@ -219,7 +219,7 @@ def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
     return held, passing
 
 
-def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Floats:
+def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Array:
     """Return, for every task, the field `bytes` (the receive buffer) or `sent_bytes` of its transfer."""
     size = np.zeros(graph.size)
     matched = match_edges(graph.table.edges, costs)
@@ -242,22 +242,22 @@ class _MemoryEvents:
     """Changes of memory, collected in any order; each has a lane, a time and a position among simultaneous events."""
 
     def __init__(self) -> None:
-        self.columns: list[tuple[Ints, Floats, Ints, Floats, Ints, Floats]] = []
+        self.columns: list[tuple[Ints, Array, Ints, Array, Ints, Array]] = []
 
     def add_change(
         self,
         lane: Ints,
-        time_s: Floats,
+        time_s: Array,
         place: Ints,
-        change: Floats,
+        change: Array,
         about: int = COMPUTE,
-        passing: Floats | None = None,
+        passing: Array | None = None,
     ) -> None:
         """Add changes; `passing` is the part of each change that is transient memory of an action."""
         none = np.zeros(len(change)) if passing is None else passing
         self.columns.append((lane, time_s, place, change, np.full(len(change), about), none))
 
-    def lane_curves(self, static_bytes: Floats, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
+    def lane_curves(self, static_bytes: Array, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
         """Build the curves; `end` is the position of events at the end of a lane."""
         lane, time_s, position, change, about, passing = (
             np.concatenate(column) for column in zip(*self.columns, strict=True)

@@ -32,7 +32,7 @@ __all__ = [
 Mode = Literal["B", "IW"]
 """One backward action, or the gradients of inputs and of weights apart."""
 
-Recompute = Literal["none", "selective"]
+CheckedRecompute = Literal["none", "selective"]
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def check_operator(example: OperatorExample) -> None:
 
 
 def check_operator_gradients(
-    example: OperatorExample, mode: Mode = "B", recompute: Recompute = "none", tolerance: float = 1e-12
+    example: OperatorExample, mode: Mode = "B", recompute: CheckedRecompute = "none", tolerance: float = 1e-12
 ) -> None:
     """Raise AssertionError unless the result and all gradients are those of the reference, up to `tolerance` of the
     largest element."""
@@ -75,7 +75,7 @@ def _check_near(value: Tensor, expected: Tensor, tolerance: float, subject: str)
     assert error <= tolerance * expected.abs().max(), f"{subject} is off by {float(error):.2g}"
 
 
-def _run_stage(example: OperatorExample, mode: Mode, recompute: Recompute) -> tuple[Tensor, dict[str, Tensor]]:
+def _run_stage(example: OperatorExample, mode: Mode, recompute: CheckedRecompute) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result and the gradients by input name of a stage of one layer."""
     graph, values = example.make_graph(), example.draw_values()
     layer = StageLayer("layer", graph, {name: name for name in example.parameters})

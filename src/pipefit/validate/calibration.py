@@ -23,7 +23,7 @@ from pipefit.validate.gpt import GptSizes
 from pipefit.validate.kernels import GpuRates, KernelCosts
 from pipefit.validate.megatron import MegatronRun, cluster_of, costs_of, time_of
 
-Key = tuple[int, int, int, int, int]
+MeasuredCase = tuple[int, int, int, int, int]
 """(hidden, TP, micro-batch, PP, DP)."""
 
 LayerShape = tuple[int, int, int]
@@ -81,7 +81,7 @@ class PublishedSample:
         return self.hidden, self.tp, self.micro_batch
 
     @property
-    def shape_key(self) -> Key:
+    def shape_key(self) -> MeasuredCase:
         return self.hidden, self.tp, self.micro_batch, self.pp, self.dp
 
     @property
@@ -159,7 +159,7 @@ class SampleEvaluator:
         speed = values["stage_bytes_per_s"]
         layers: dict[LayerShape, _ScaledCosts] = {}
         networks: dict[int, Network] = {}
-        tables: dict[tuple[Key, int], CostTable] = {}
+        tables: dict[tuple[MeasuredCase, int], CostTable] = {}
         times = []
         for sample in samples:
             shape, table = sample.layer_shape, (sample.shape_key, sample.layers)

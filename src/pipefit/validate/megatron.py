@@ -17,8 +17,9 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
-from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, Recompute, StageWork
+from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, StageWork
 from pipefit.layout import Mesh, MeshAxis
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import Graph, element_count
 from pipefit.schedule import ScheduleProblem, find_family, lower_schedule, uniform_costs
 from pipefit.schedule.actions import Schedule

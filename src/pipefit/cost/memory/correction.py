@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Array
 from pipefit.errors import ClusterError
 
 PEAK_PARTS = ("parameters", "gradients", "optimizer", "saved", "passing", "messages", "workspace")
@@ -39,8 +39,6 @@ LEAST_CONFIGURATIONS = 6
 
 STATED = 1e-6
 """Probability that the margin shown beside an estimate is exceeded."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +180,7 @@ def _fit_coefficients(
     )
 
 
-def _part_shares(parts: Mapping[str, float], whole_bytes: float) -> Floats:
+def _part_shares(parts: Mapping[str, float], whole_bytes: float) -> Array:
     return np.array([parts[name] for name in PEAK_PARTS]) / whole_bytes
 
 

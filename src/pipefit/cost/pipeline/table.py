@@ -24,7 +24,7 @@ from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_sta
 from pipefit.cost.pipeline.context_traffic import add_context_traffic, context_symbols, split_rings
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
 from pipefit.cost.pipeline.expert_traffic import collective_key, exchange_rings, stage_collective
-from pipefit.cost.pipeline.overlap import Piece, delay_pieces
+from pipefit.cost.pipeline.overlap import LayerGradient, delay_pieces
 from pipefit.cost.pipeline.reductions import gather_s, hidden_reduction_s, reduce_s
 from pipefit.cost.pipeline.rings import context_rings, expert_rings, grid_positions, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
@@ -55,7 +55,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
     """Return all costs of one iteration. `layers` gives compute and activations, `network` everything else."""
     keys = [stage_cost_key(stage, network) for stage in work.stages]
     of_each: dict[object, list[Mapping[str, StageCost]]] = {}
-    beside: dict[object, tuple[float, Mapping[str, Sequence[Piece]]]] = {}
+    beside: dict[object, tuple[float, Mapping[str, Sequence[LayerGradient]]]] = {}
     for key, stage in zip(keys, work.stages, strict=True):
         if key not in of_each:
             of_each[key] = _stage_columns(stage, work, network, layers)
@@ -185,7 +185,7 @@ def layer_costs(
 
 def overlap_share(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
-) -> tuple[float, Mapping[str, Sequence[Piece]]]:
+) -> tuple[float, Mapping[str, Sequence[LayerGradient]]]:
     """Return the overlap share of the stage's reduction, and the layers of its last backward.
 
     The share is the part of the reduction beside the last backward that costs nothing. If it is not 0, the mapping

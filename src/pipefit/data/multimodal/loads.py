@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.cost.types import Ints
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.stepplan import BatchShape
 from pipefit.plan.types import SampleLoad
-
-Ints = NDArray[np.int64]
 
 NO_OWNER = -1
 """The owner of a row that a stage does not work on."""

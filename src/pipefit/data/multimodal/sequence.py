@@ -6,14 +6,12 @@ from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Ints
 from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, SampleIndex
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import NO_ROW
-
-Ints = NDArray[np.int64]
 
 NO_SAMPLES: frozenset[int] = frozenset()
 """The empty set: no sample is left out."""

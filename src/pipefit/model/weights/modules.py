@@ -14,12 +14,12 @@ from pipefit.errors import ModelError
 from pipefit.model.families.build import typed_config
 from pipefit.model.families.multimodal.config import MultimodalConfig
 from pipefit.model.registry import read_json
-from pipefit.model.weights.files import Box, WeightFiles
+from pipefit.model.weights.files import ParameterBox, WeightFiles
 
 WEIGHT_MODULES = ("vision", "language")
 """Modules that can have a directory."""
 
-Read = Callable[[str, Sequence[int], Box], Any]
+ReadParameter = Callable[[str, Sequence[int], ParameterBox], Any]
 """(global name, shape, box) -> that part of the parameter, a tensor."""
 
 
@@ -44,7 +44,9 @@ def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
     return directories
 
 
-def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, Any], otherwise: Read) -> Read:
+def module_weights(
+    parts: Mapping[str, Path], family: str, config: Mapping[str, Any], otherwise: ReadParameter
+) -> ReadParameter:
     """Return a function that reads parameters from the directories of modules, and all others from `otherwise`.
 
     Raises ModelError if the model has no such module, the directory has another configuration, or weights are missing.
@@ -63,7 +65,7 @@ def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, 
         _check_same_config(part, directory, typed)
         files[part] = WeightFiles(directory, family, config, inner)
 
-    def read_parameter(name: str, shape: Sequence[int], box: Box) -> Any:
+    def read_parameter(name: str, shape: Sequence[int], box: ParameterBox) -> Any:
         part, _, inner = name.partition(".")
         if part not in files or name.startswith("vision.projector."):
             return otherwise(name, shape, box)

@@ -16,7 +16,8 @@ import numpy as np
 
 from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
-from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
+from pipefit.cost.work import COMPLETE_STATE, StageWork, StateShare, state_share
+from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers.sharded_state import shards_gradients
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
@@ -27,7 +28,7 @@ from pipefit.plan.candidates.slicings import SequenceSlicer
 from pipefit.plan.candidates.traffic_bounds import NO_TRAFFIC, ModuleTraffic, TrafficBounds, hidden_s
 from pipefit.plan.cutting.cutter import LayerCutter, ShardProgram
 from pipefit.plan.cutting.rows import LayerRow
-from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
+from pipefit.plan.devices.fleet import KindRows, KindRuns, pairs_of
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.expert_parts import program_row_parts
@@ -48,7 +49,7 @@ class LowerBounds:
         self._known: dict[tuple[tuple[int, ...], ...], LayerBounds] = {}
         self._stacks: dict[object, BoundsStack] = {}
         self._statics: dict[tuple[StateShare, ShardProgram], Array] = {}
-        self._counted: dict[object, tuple[CandidateGrid, Mapping[Runs, int]]] = {}
+        self._counted: dict[object, tuple[CandidateGrid, Mapping[KindRuns, int]]] = {}
         "Number of lanes by their kinds of replicas; the grid is kept so that the `id` in the key stays unique."
         self._counts: dict[int, tuple[CandidateGrid, object]] = {}
         "`id` of a grid's counts -> a key by which counts are compared; the grid is kept so that the `id` stays unique."
@@ -56,7 +57,7 @@ class LowerBounds:
         self.traffic = TrafficBounds(cutter, job)
         self._traffic: dict[object, tuple[CandidateGrid, list[list[ModuleTraffic]]]] = {}
         "Collectives by the layout of a grid; the grid is kept so that the `id` in the key stays unique."
-        self._near: dict[tuple[frozenset[Pair], Recompute, ShardProgram], LayerRow] = {}
+        self._near: dict[tuple[frozenset[KindRows], Recompute, ShardProgram], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
         "Rows of slices; the stage is kept alive because the key holds its `id`."
         self._shares: dict[int, float] = {}
@@ -131,7 +132,7 @@ class LowerBounds:
             self._stacks[key] = stack_bounds(floors)
         return self._stacks[key], np.array([*counted.values()], dtype=float)
 
-    def _lanes_by_runs(self, grid: CandidateGrid) -> Mapping[Runs, int]:
+    def _lanes_by_runs(self, grid: CandidateGrid) -> Mapping[KindRuns, int]:
         """Return the number of lanes with each combination of kinds of replicas."""
         key: object = (
             id(grid.runs)
@@ -152,7 +153,7 @@ class LowerBounds:
 
     def _layer_row(
         self,
-        runs: Runs,
+        runs: KindRuns,
         rows: tuple[int, ...],
         recompute: Recompute,
         even: bool,

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipefit.cost.pipeline.contention import PipelineCosts
-from pipefit.cost.types import Array, CostTable
+from pipefit.cost.types import Array, CostTable, Ints
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
-from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.candidates.grid import CandidateGrid, broadcast_cells
 from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.request.decisions import ParallelConfig

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.layout import split_by_shares
+from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers.sharded_state import ShardedState, searched_states, shards_optimizer, state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.shard_choices import ShardChoice, shard_choices
@@ -27,11 +28,11 @@ from pipefit.plan.devices.device_kinds import (
     replica_counts,
     row_shares,
 )
-from pipefit.plan.devices.fleet import Runs
+from pipefit.plan.devices.fleet import KindRuns
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import Inner, ParallelConfig
 from pipefit.plan.request.expert_parts import divides_rows, program_key
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES, family_facts
 from pipefit.schedule.fit.family import FIT
 
@@ -183,7 +184,7 @@ class DeviceGrid:
     counts: tuple[Count, ...]
     inner: tuple[Inner, ...]
     pattern: Pattern | None = None
-    runs: tuple[Runs, ...] = ()
+    runs: tuple[KindRuns, ...] = ()
     "Kinds of every lane's replicas in the pattern."
 
 
@@ -191,7 +192,7 @@ def _device_grids(
     job: Job, layers: int, devices: int, hosts: int, constraints: Constraints, cutter: LayerCutter | None
 ) -> Iterator[DeviceGrid]:
     """Yield the grids that devices and batch allow: devices in their own order, and by kind where kinds differ."""
-    known: dict[tuple[tuple[Runs, ...], Inner], set[Count]] = {}
+    known: dict[tuple[tuple[KindRuns, ...], Inner], set[Count]] = {}
     mixed = cutter is not None and cutter.fleet.is_mixed
     if cutter is not None and mixed and constraints.mapping in (None, "search"):
         for device_grid in _mixed_grids(job, layers, devices, hosts, constraints, cutter):

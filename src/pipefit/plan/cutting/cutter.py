@@ -16,8 +16,9 @@ from pipefit.cost.pipeline.state_traffic import largest_pair
 from pipefit.cost.pipeline.table import layer_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES, state_bytes
 from pipefit.cost.types import Array
-from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, Recompute, StageWork, StateShare, state_share
+from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, StageWork, StateShare, state_share
 from pipefit.layout import Mesh, split_by_shares
+from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_optimizer, shards_parameters
 from pipefit.plan.assemble.shard_programs import (
@@ -45,7 +46,7 @@ from pipefit.plan.cutting.rows import (
     passing_bytes,
 )
 from pipefit.plan.devices.device_kinds import DeviceKinds
-from pipefit.plan.devices.fleet import DeviceFleet, Pair
+from pipefit.plan.devices.fleet import DeviceFleet, KindRows
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.expert_parts import parts_of_key, program_row_parts, splits_rows
 from pipefit.plan.types import Job
@@ -134,7 +135,7 @@ class LayerCutter:
                 for stage, lane in enumerate(decisions.lane_of_stage)
             ]
         pairs = self.fleet.lane_pairs(decisions, _replica_rows(job.batch // decisions.microbatches, decisions.replicas))
-        known: dict[tuple[frozenset[Pair], Recompute, str], LayerRow] = {}
+        known: dict[tuple[frozenset[KindRows], Recompute, str], LayerRow] = {}
         row_of_stage = []
         for stage, lane in enumerate(decisions.lane_of_stage):
             key = pairs[lane], decisions.recompute_of(stage), decisions.sharding_key(lane)
@@ -146,7 +147,7 @@ class LayerCutter:
     def layer_row(
         self,
         job: Job,
-        pairs: frozenset[Pair],
+        pairs: frozenset[KindRows],
         recompute: Recompute,
         share: StateShare,
         program: ShardProgram = UNSHARDED,
@@ -209,7 +210,7 @@ class LayerCutter:
         return time_s
 
     def interpolated_row(
-        self, job: Job, pairs: frozenset[Pair], recompute: Recompute, program: ShardProgram = UNSHARDED
+        self, job: Job, pairs: frozenset[KindRows], recompute: Recompute, program: ShardProgram = UNSHARDED
     ) -> LayerRow:
         """Return a lower bound of `layer_row`, read between the numbers of rows that are powers of two. It holds if
         time rises with the rows and time per row falls. It prunes divisions of rows among replicas."""

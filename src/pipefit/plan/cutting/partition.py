@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Array
 from pipefit.schedule.taskgraph.kernel import choose_loop
-
-Array = NDArray[np.float64]
 
 COMPILED_CUT_WORK = 4_000
 """Amount of work (layers and runs of layers over all stages) from which importing numba pays off: a search makes

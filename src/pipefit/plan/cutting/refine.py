@@ -35,7 +35,7 @@ from pipefit.schedule.taskgraph.times import run_sweep, task_durations
 
 Bounds = tuple[int, ...]
 
-Value = tuple[float, float]
+CutScore = tuple[float, float]
 """(bytes missing, seconds): smaller is better."""
 
 Costs = Callable[[tuple[int, ...]], CostTable]
@@ -123,14 +123,14 @@ class _CutScorer:
         "Cuts whose memory may still be simulated; `most_looks` is the limit of one search."
         self._known: dict[Bounds, Sequence[float]] = {}
 
-    def score_cut(self, bounds: Bounds) -> Value:
+    def score_cut(self, bounds: Bounds) -> CutScore:
         """Return the score of any cut; simulates its memory."""
         needs = [need + more for need, more in zip(self._simulate_peaks(bounds), self.beyond, strict=True)]
         filled = max(need / limit for need, limit in zip(needs, self.limits, strict=True))
         penalty = 1.0 + CUT_REFINEMENT_BUDGET.full_memory_step_fraction * filled
         return _missing_bytes(needs, self.limits), self.timer.step_s(bounds) * penalty
 
-    def score_if_better(self, bounds: Bounds, than: Value) -> Value | None:
+    def score_if_better(self, bounds: Bounds, than: CutScore) -> CutScore | None:
         """Return the score of a cut if it is better. Its memory is simulated only if its time does not exclude it."""
         if not than[0] and self.timer.step_s(bounds) >= than[1]:
             return None

@@ -30,7 +30,7 @@ EQUAL = 1e-6
 NOTED = 0.2
 """A second cause, or a gain, is named if it is at least this fraction of the largest cause."""
 
-Parts = Mapping[str, float]
+StepSeconds = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class LayoutFigures:
 
     decisions: Mapping[str, str]
     step_s: float
-    parts_s: Parts
+    parts_s: StepSeconds
     "Seconds of the busiest lane by part (`step_parts.py`); they add up to the step."
     peak_bytes: float
     limit_bytes: float
@@ -55,7 +55,7 @@ class LayoutComparison:
     asked: LayoutFigures
 
     @property
-    def difference_s(self) -> Parts:
+    def difference_s(self) -> StepSeconds:
         """Seconds by part that the layout asked for takes more than the chosen plan."""
         return {name: self.asked.parts_s[name] - self.chosen.parts_s[name] for name in STEP_PARTS}
 

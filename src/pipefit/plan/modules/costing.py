@@ -20,9 +20,10 @@ from pipefit.cost.compute.roofline import LayerCost, LayerCosts
 from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S, layer_costs
 from pipefit.cost.static_memory import GRADIENT_BYTES, WORKSPACE_BYTES, static_parts
 from pipefit.cost.types import Array
-from pipefit.cost.work import ParameterCounts, Recompute, StageWork
+from pipefit.cost.work import ParameterCounts, StageWork
 from pipefit.errors import PlanError
 from pipefit.layout import Mesh, MeshAxis, TensorForm
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import ModelModule
 from pipefit.optimizers import find_optimizer
 from pipefit.plan.assemble.packed_rows import CONDITIONS, frozen_layers

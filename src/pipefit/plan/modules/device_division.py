@@ -15,8 +15,7 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import BestValues, LayoutOptions, drop_dominated, filter_fixed, options_of
 from pipefit.plan.modules.profile import ModuleProfile
@@ -25,10 +24,10 @@ from pipefit.plan.modules.sharing import DeviceSharing, GuestModule
 BOUND_ROUNDING = 1 - 1e-12
 """Bounds are multiplied by this: sums in another order may differ by as much."""
 
-Key = tuple[int, int, int, tuple[int, ...]]
+ModuleKey = tuple[int, int, int, tuple[int, ...]]
 """(variant, row, replicas, variants of the guests) of a module."""
 
-Kept = tuple[float, int, int, tuple[Key, ...]]
+Kept = tuple[float, int, int, tuple[ModuleKey, ...]]
 """Minus the step, minus devices, minus microbatches, and the keys of the modules with devices of their own."""
 
 
@@ -327,7 +326,7 @@ class _PartialChoice:
     reduce_s: float = 0.0
     devices: int = 0
     stages: int = 0
-    keys: tuple[Key, ...] = ()
+    keys: tuple[ModuleKey, ...] = ()
 
     def with_option(self, options: LayoutOptions, index: int) -> _PartialChoice:
         """Return the choice with one more option, of the module before."""
@@ -360,6 +359,6 @@ class _PartialChoice:
         return steps_s
 
 
-def _option_key(options: LayoutOptions, index: int) -> Key:
+def _option_key(options: LayoutOptions, index: int) -> ModuleKey:
     variant, row, replicas = (int(column[index]) for column in (options.way, options.row, options.replicas))
     return variant, row, replicas, tuple(options.beside[index].tolist()) if options.beside.shape[1] else ()

@@ -20,9 +20,8 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import LayoutOptions, filter_fixed, options_of
 from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout, OrchestrationResult, backbone_of

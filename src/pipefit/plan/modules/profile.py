@@ -14,9 +14,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.modules.loads import SampleDealer
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 

@@ -19,6 +19,7 @@ from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.assemble.order import order_problem
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
 from pipefit.plan.bounds.step_bounds import table_bound_s
@@ -30,7 +31,7 @@ from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import TIE, search_plans
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 from pipefit.schedule.fit.family import FIT
 from pipefit.simulate import simulate_schedule
 

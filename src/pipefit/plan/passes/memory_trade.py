@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipefit.cost.memory.order_limits import order_limits
 from pipefit.errors import ScheduleError
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.assemble.structure import FormsError
 from pipefit.plan.candidates.space import RECOMPUTE
 from pipefit.plan.cutting.rows import scale_need
@@ -21,7 +22,7 @@ from pipefit.plan.evaluate.simplicity import choose_simplest
 from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.types import Job, Recompute, TradePoint
+from pipefit.plan.types import Job, TradePoint
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
 from pipefit.schedule.fit.family import FIT
 

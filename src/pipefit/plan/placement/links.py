@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipefit.cluster.types import Cluster, Rail
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import message_time_s
 from pipefit.cost.types import Array
+from pipefit.cost.types import Ints as Ints
 
 TICK_S = 1e-12
 
 EQUAL_LINK_TOLERANCE = 0.01
 """Links whose values differ by less than this fraction of the largest count as equal: no measurement repeats better."""
-
-Ints = NDArray[np.int64]
 
 
 class LinkArrays(NamedTuple):

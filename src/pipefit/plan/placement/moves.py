@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from pipefit.cost.types import Ints
 from pipefit.errors import PlanError
-from pipefit.plan.placement.links import TICK_S, Ints
+from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.plugins import NamedRegistry
 

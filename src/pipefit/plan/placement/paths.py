@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.plan.placement.links import TICK_S, Ints
+from pipefit.cost.types import Array, Ints
+from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.schedule.taskgraph.compile import TaskGraph
 from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.portable import portable_log, portable_power
+from pipefit.cost.types import Ints
 from pipefit.plan.placement.chains import chain_arrays
 from pipefit.plan.placement.kernels.compile import kernel_functions
 from pipefit.plan.placement.kernels.state import CUTS, new_tables, with_moves
 from pipefit.plan.placement.kernels.tables import LEADING, USED
-from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.moves import improve_placement
 from pipefit.plan.placement.paths import CriticalPaths
 from pipefit.plan.placement.shape import PlacementProblem

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.types import Array
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.placement.eigen import symmetric_eigenvectors
-from pipefit.plan.placement.links import TICK_S, Ints, LinkArrays
+from pipefit.plan.placement.links import TICK_S, LinkArrays
 from pipefit.plan.placement.shape import PlacementShape
 
 MIN_RACK_DISTANCE_RATIO = 1.3

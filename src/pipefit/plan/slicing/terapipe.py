@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.slicing.bounds import NO_BOUND, BoundedSlicing, best_bound
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, places_of
+from pipefit.plan.slicing.cuts import TimeOf, places_of
 from pipefit.schedule.taskgraph.kernel import choose_loop
 
 
@@ -70,9 +71,9 @@ class SlicePaths:
         "Every possible time of a slice, ascending."
         cells = len(self.places) - 1
         self._shortest = choose_loop(shortest_path, cells * cells // 2, compiled)
-        self._total: Seconds = np.zeros(cells + 1)
-        self._longest: Seconds = np.zeros(cells + 1)
-        self._last: Counts = np.zeros(cells + 1, dtype=np.int64)
+        self._total: Array = np.zeros(cells + 1)
+        self._longest: Array = np.zeros(cells + 1)
+        self._last: Ints = np.zeros(cells + 1, dtype=np.int64)
 
     def solve_within(self, bound_s: float) -> BoundedSlicing:
         """Return the least sum of slices that are all within the bound."""
@@ -88,7 +89,7 @@ class SlicePaths:
         return tuple(int(size) for size in np.diff(self.places[stops[::-1]]))
 
 
-def slice_table(places: Counts, time_of: TimeOf) -> Seconds:
+def slice_table(places: Ints, time_of: TimeOf) -> Array:
     """Return [end - 1][cells - 1]: seconds of the slice of this many cells that ends at place `end`; infinite if it
     would begin before the sequence."""
     cells = len(places) - 1

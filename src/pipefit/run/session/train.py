@@ -39,7 +39,7 @@ from pipefit.run.session.rendezvous import World
 from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
 from pipefit.run.session.write_errors import write_errors
-from pipefit.run.stage.initial_values import Value, initial_values
+from pipefit.run.stage.initial_values import ParameterValue, initial_values
 from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, user_samples
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
@@ -319,7 +319,7 @@ def checkpoint_mismatch(ranks: list[int], seen: str) -> RunError:
     )
 
 
-def weights_value(plan: Plan, model: Model, weights: str) -> Value:
+def weights_value(plan: Plan, model: Model, weights: str) -> ParameterValue:
     """Return parameters from a directory of safetensors in Hugging Face names, or from one per module (`vision=DIR`).
     Raises ModelError if they do not fit the model."""
     from pipefit.model.weights.files import WeightFiles

@@ -32,7 +32,7 @@ from pipefit.plan.request.sliceable import document_problems, slice_problems
 from pipefit.plan.types import ParameterPlan, Plan
 from pipefit.precision import NUMBER_TYPES
 from pipefit.run.sharded.collectives import ShardContext
-from pipefit.run.stage.initial_values import Value, initial_values
+from pipefit.run.stage.initial_values import ParameterValue, initial_values
 from pipefit.run.stage.products import use_product_type
 from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.run.transfers.comms import CommGroups
@@ -85,7 +85,7 @@ def build_worker(
     torch_device: torch.device,
     optimizer: OptimizerConfig,
     *,
-    value: Value | None = None,
+    value: ParameterValue | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Worker:
     """Return the worker of this rank, with parameters from `value`, or initialised from the plan's seed.
@@ -266,7 +266,7 @@ def _bucket_entries(
     programs: Mapping[int, StageProgram],
     programs_of: Sequence[Mapping[str, LayerProgram]],
     place: RankPlace,
-    value: Value,
+    value: ParameterValue,
 ) -> tuple[list[BucketEntry], dict[str, Frozen]]:
     entries: dict[str, BucketEntry] = {}
     frozen: dict[str, Frozen] = {}

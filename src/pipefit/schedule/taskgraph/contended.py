@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipefit.cost.types import CostTable, PortContention, PortFlow
+from pipefit.cost.types import Array, CostTable, Ints, PortContention, PortFlow
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.problem import Edge
@@ -21,7 +21,7 @@ from pipefit.schedule.taskgraph import fluid
 from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
 from pipefit.schedule.taskgraph.fluid import ActiveTransfers, SharedFlows, SharedTasks
 from pipefit.schedule.taskgraph.kernel import compile_modules, pays_to_compile
-from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, Floats, I, Ints, W
+from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, I, W
 from pipefit.schedule.taskgraph.times import TaskTimes, run_graph, task_durations
 
 COMPILED_DEPENDENCIES = 15_000
@@ -166,7 +166,7 @@ def _task_slices(graph: TaskGraph) -> int:
     return graph.schedule.slices
 
 
-def _shared_tasks(copies: TaskCopies, flow: Ints, duration: Floats, transit: Floats, rank: Ints) -> SharedTasks:
+def _shared_tasks(copies: TaskCopies, flow: Ints, duration: Array, transit: Array, rank: Ints) -> SharedTasks:
     size = copies.size
     return SharedTasks(
         first=copies.first,
@@ -190,7 +190,7 @@ def _shared_tasks(copies: TaskCopies, flow: Ints, duration: Floats, transit: Flo
     )
 
 
-def _run_shared(tasks: SharedTasks, ports: SharedFlows, compiled: bool | None) -> tuple[Floats, Floats]:
+def _run_shared(tasks: SharedTasks, ports: SharedFlows, compiled: bool | None) -> tuple[Array, Array]:
     """Return (start of every copy, its moments)."""
     size, dependencies = len(tasks.flow), len(tasks.then)
     active = _active_transfers(size)
@@ -242,7 +242,7 @@ def _filled_integers(count: int, value: int = 0) -> Ints:
     return np.full(count, value, dtype=np.int64)
 
 
-def _last_pipeline(graph: TaskGraph, copies: TaskCopies, moment: Floats, pipelines: int) -> int:
+def _last_pipeline(graph: TaskGraph, copies: TaskCopies, moment: Array, pipelines: int) -> int:
     """Return the pipeline whose last compute action ends last."""
     compute = np.flatnonzero(graph.kind <= B)
     if not len(compute):

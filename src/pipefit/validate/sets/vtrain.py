@@ -19,7 +19,7 @@ from pipefit.errors import FormatError
 from pipefit.validate.calibration import (
     FITTED,
     FittedCalibration,
-    Key,
+    MeasuredCase,
     PublishedSample,
     SampleEvaluator,
     corner_jacobians,
@@ -87,7 +87,7 @@ def results() -> tuple[ValidationResult, ...]:
     return split_result(samples, evaluator), size_result(samples, evaluator)
 
 
-def deal_keys(samples: Sequence[PublishedSample], seed: int = SEED) -> tuple[frozenset[Key], ...]:
+def deal_keys(samples: Sequence[PublishedSample], seed: int = SEED) -> tuple[frozenset[MeasuredCase], ...]:
     """Deal the keys into four parts."""
     keys = sorted({sample.shape_key for sample in samples})
     random.Random(seed).shuffle(keys)
@@ -195,7 +195,7 @@ def size_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator) 
 
 def corner_samples(samples: Sequence[PublishedSample]) -> list[PublishedSample]:
     """Return the rows of every key with the fewest and the most layers and micro-batches, which suffice for the fit."""
-    by_key: dict[Key, list[PublishedSample]] = defaultdict(list)
+    by_key: dict[MeasuredCase, list[PublishedSample]] = defaultdict(list)
     for sample in samples:
         by_key[sample.shape_key].append(sample)
     chosen = []
@@ -209,7 +209,7 @@ def corner_samples(samples: Sequence[PublishedSample]) -> list[PublishedSample]:
 def plane_deviation(samples: Sequence[PublishedSample]) -> float:
     """Return the median over keys of the largest relative residual to a + b layers + c micro-batches + d layers x
     micro-batches. Times of real runs are less regular than these."""
-    by_key: dict[Key, list[PublishedSample]] = defaultdict(list)
+    by_key: dict[MeasuredCase, list[PublishedSample]] = defaultdict(list)
     for sample in samples:
         by_key[sample.shape_key].append(sample)
     largest = []

@@ -17,6 +17,7 @@ from math import fsum
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
 from pipefit.layout import TensorForm
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import size_value
 from pipefit.optimizers.sharded_state import ShardedState, leanest_state, searched_states, state_choices
 from pipefit.plan.assemble.structure import FormsError
@@ -35,7 +36,7 @@ from pipefit.plan.passes.search import TIE, LayoutSearch
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sliceable import document_obstacles
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
 from pipefit.schedule.fit.family import FIT
 from pipefit.shard.synthesize import SynthesizedProgram
