@@ -118,8 +118,8 @@ class Milp:
 
 def forms_program(problem, program, way_cost=lambda step, way: way.cost_s, charge_conversion=None):
     """Adds the choice of ways and conversions; returns the binaries of every step's ways.
-    `charge_conversion(value, edge, y)` may
-    price a conversion otherwise than by its constant."""
+
+    `charge_conversion(value, edge, y)` may price a conversion otherwise than by its constant."""
     picks = [[program.variable(way_cost(step, way), True) for way in step.ways] for step in problem.steps]
     for each in picks:
         program.row(dict.fromkeys(each, 1.0), 1, 1)

@@ -22,7 +22,7 @@ from pipefit.precision import TENSOR_TYPE
 from pipefit.profile.points import WorkPoint, sizes_at
 from pipefit.run.session.faults import is_out_of_memory
 from pipefit.run.stage.products import use_product_type
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 PROFILED_ACTIONS = ("F", "B", "I", "W")
@@ -125,10 +125,7 @@ class StageBench:
             program = pace.pace_program(
                 StageProgram(
                     self.layers,
-                    device=self.device,
-                    dtype=self.dtype,
-                    products=self.product_type,
-                    slices=slice_count,
+                    StageSetup(device=self.device, dtype=self.dtype, products=self.product_type, slices=slice_count),
                 )
             )
             wide = torch.promote_types(self.dtype, torch.float32)

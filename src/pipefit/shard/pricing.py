@@ -283,10 +283,8 @@ class _LayerPricing:
             gives = _form_along(labelled.outputs[0], label)
             partial = gives == frontier.REPLICATED
             once = {index for index in labelled.once if partial and operator.inputs[index]}
-            needs = tuple(
-                frontier.REPLICATED if index in once else _form_along(labelled.inputs[index], label)
-                for index in present
-            )
+            inputs = (None if index in once else labelled.inputs[index] for index in present)
+            needs = tuple(_form_along(labels, label) for labels in inputs)
             if not partial:
                 options.append(OpenOption(needs, gives, cut, passes, held=(0.0, size), talk=talk))
                 picks.append(OptionPick(label))
@@ -407,11 +405,8 @@ class _LayerPricing:
 
     def tensor_costs(self, tensor: TensorSpec) -> ConversionCosts:
         """Return all conversions of a value, with their backward."""
-        bytes_kept, cuts, activation = (
-            self.held_bytes(tensor.name),
-            self.value_units(tensor.name),
-            tensor.role == "activation",
-        )
+        bytes_kept, cuts = self.held_bytes(tensor.name), self.value_units(tensor.name)
+        activation = tensor.role == "activation"
         like = ("convert", tensor.shape, cuts, bytes_kept, activation)
         return self.setting.make_once(
             like, lambda: price_conversions(self.setting, tensor.shape, cuts, bytes_kept, activation)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipefit.model.ops import OperatorKind, register_operator
 from pipefit.model.ops.table import remove_operator
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 from pipefit.testing.operator_example import ROLES, ROWS, TOKENS, OperatorExample, as_leaves, draw_output_gradient
 from pipefit.testing.operator_splits import check_operator_split, check_operator_sums
@@ -79,7 +79,7 @@ def _run_stage(example: OperatorExample, mode: Mode, recompute: CheckedRecompute
     """Return the result and the gradients by input name of a stage of one layer."""
     graph, values = example.make_graph(), example.draw_values()
     layer = StageLayer("layer", graph, {name: name for name in example.parameters})
-    program = StageProgram([layer], recompute=recompute, dtype=torch.float64)
+    program = StageProgram([layer], StageSetup(recompute=recompute, dtype=torch.float64))
     buffers = {name: torch.zeros_like(parameter.data) for name, parameter in program.parameters.items()}
     for name, parameter in program.parameters.items():
         value = values[name]

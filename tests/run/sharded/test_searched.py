@@ -28,7 +28,7 @@ from tests.support.stage_toys import (
 )
 
 from pipefit.cost.comm.lowerings import LOWERINGS, LoweredCollective, PortLoads
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.recipe import parse_recipe, write_program
 
@@ -107,7 +107,7 @@ def check_recipes(group, rank, cases):
     """Every case on this rank."""
     for shares, recompute, mode, options, recipes in cases:
         layers = layers_of(options)
-        single = StageProgram(layers, dtype=torch.float64)
+        single = StageProgram(layers, StageSetup(dtype=torch.float64))
         wanted = fill(single)
         feeds = [toy_feed(6, 10, seed=1), toy_feed(6, 7, seed=2)]
         whole = {name: p.data for name, p in single.parameters.items()}
@@ -220,7 +220,7 @@ def check_split_queries(group, rank, cases):
     """Loss and gradients of the toy model with queries split, uncut or in slices, against one device."""
     for shares, recompute, mode, window, lengths in cases:
         layers = toy_layers(1, window=window)
-        single = StageProgram(layers, dtype=torch.float64)
+        single = StageProgram(layers, StageSetup(dtype=torch.float64))
         fill(single)
         feeds = [toy_feed(2, 13, seed=1), toy_feed(1, 13, seed=2)]
         wanted_loss, wanted = plain_gradients(single, feeds, 31, blocks=1, window=window)
@@ -261,7 +261,7 @@ BY_FEATURES = ("I>G2 features", "G2>G2 features d2 d2 d2 features d2", "G2>G2 fe
 def check_norms(group, rank, cases):
     """Loss and gradients with everything split by features or words, norms and softmax too, against one device."""
     layers = layers_with_norms()
-    single = StageProgram(layers, dtype=torch.float64)
+    single = StageProgram(layers, StageSetup(dtype=torch.float64))
     for shares, recompute, mode in cases:
         wanted = fill(single)
         single.begin_step(0, 31)

@@ -11,7 +11,7 @@ from tests.support.processes import run_processes
 from tests.support.random_clusters import model_of
 from tests.support.stage_toys import HIDDEN, WIDTH, GraphBuilder, assert_close, fill, toy_feed, toy_layers
 
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.recipe import parse_recipe, write_program
 
@@ -48,7 +48,7 @@ MIXED = (
 def check(group, rank, cases):
     """Every case on this rank."""
     chain = layers()
-    single = StageProgram(chain, dtype=torch.float64)
+    single = StageProgram(chain, StageSetup(dtype=torch.float64))
     for shares, recompute, mode, recipes in cases:
         wanted = fill(single)
         single.begin_step(0, 31)
