@@ -3,6 +3,7 @@ measurement."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -231,40 +232,44 @@ def _measured_rails(
     for index, (name, samples) in enumerate(findings.rails.items()):
         ranks = [members[min(index, len(members) - 1)] for members in hosts.values()]
         notes = findings.surveys.get(name)
-        times = pair_times(
-            samples, ranks, shape=notes.shape if notes else None, predict=notes is not None and notes.predicts
-        )
+        shape = notes.shape if notes else None
+        times = pair_times(samples, ranks, shape=shape, predict=notes is not None and notes.predicts)
         _require_measured(times, list(hosts), f"on rail {name}")
-        count = len(ranks)
-        fits = {
-            (a, b): latency_and_bandwidth(times.sizes_bytes, times.time_s[:, a, b])
-            for a in range(count)
-            for b in range(count)
-            if a != b
-        }
-        fastest = max(bandwidth for _, bandwidth in fits.values())
-        rails.append(
-            Rail(
-                name=name,
-                latency_s=tuple(tuple(fits.get((a, b), (0.0, 0.0))[0] for b in range(count)) for a in range(count)),
-                bandwidth_bytes_per_s=tuple(
-                    tuple(fits.get((a, b), (0.0, fastest))[1] for b in range(count)) for a in range(count)
-                ),
-                repeatability=_as_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
-                shared_ports=_shared_ports(notes.sharing if notes else None),
-            )
-        )
-        predicted = tuple(tuple(int(b) for b in np.flatnonzero(row)) for row in times.predicted)
-        curves[name] = RailCurve(
-            sizes_bytes=times.sizes_bytes,
-            time_s=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
-            spread=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
-            error=_as_matrix(np.where(np.eye(count, dtype=bool), 0.0, times.error)),
-            predicted=predicted if any(predicted) else (),
-            method=_link_method(notes, times) if notes else None,
-            sharing=notes.sharing if notes else None,
-        )
+        rails.append(_fitted_rail(name, times, notes))
+        curves[name] = _rail_curve(times, notes)
     return tuple(rails), curves
+
+
+def _fitted_rail(name: str, times: PairTimes, notes: RailNotes | None) -> Rail:
+    count = times.time_s.shape[1]
+    fits = {
+        (a, b): latency_and_bandwidth(times.sizes_bytes, times.time_s[:, a, b])
+        for a, b in itertools.permutations(range(count), 2)
+    }
+    fastest = max(bandwidth for _, bandwidth in fits.values())
+    return Rail(
+        name=name,
+        latency_s=tuple(tuple(fits.get((a, b), (0.0, 0.0))[0] for b in range(count)) for a in range(count)),
+        bandwidth_bytes_per_s=tuple(
+            tuple(fits.get((a, b), (0.0, fastest))[1] for b in range(count)) for a in range(count)
+        ),
+        repeatability=_as_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
+        shared_ports=_shared_ports(notes.sharing if notes else None),
+    )
+
+
+def _rail_curve(times: PairTimes, notes: RailNotes | None) -> RailCurve:
+    count = times.time_s.shape[1]
+    predicted = tuple(tuple(int(b) for b in np.flatnonzero(row)) for row in times.predicted)
+    return RailCurve(
+        sizes_bytes=times.sizes_bytes,
+        time_s=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
+        spread=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
+        error=_as_matrix(np.where(np.eye(count, dtype=bool), 0.0, times.error)),
+        predicted=predicted if any(predicted) else (),
+        method=_link_method(notes, times) if notes else None,
+        sharing=notes.sharing if notes else None,
+    )
 
 
 def _link_method(notes: RailNotes, times: PairTimes) -> LinkMethod:

@@ -9,7 +9,7 @@ hosts (`plan/candidates/shard_choices.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.layout import split_by_shares
@@ -237,18 +237,23 @@ def _mixed_grids(
                 continue
             inner = _rank_orders(hosts, replicas, lanes, constraints)
             for pattern in device_patterns(lanes, replicas, kinds, replicas in even, replicas in uneven):
-                columns = [*zip(*pattern, strict=True)] if pattern[0] is not pattern[-1] else [(k,) for k in pattern[0]]
-                if pinned or len({*columns}) == 1:
-                    shares = pinned or (1,) * replicas
-                    counts = [(count, shares) for count in _microbatch_counts(job, shares, constraints)]
-                else:
-                    counts = [
-                        (count, shares)
-                        for count in _batch_divisors(job, constraints)
-                        for shares in row_shares(columns, job.batch // count, time_s)
-                    ]
-                if counts:
-                    yield DeviceGrid(lanes, tuple(counts), inner, pattern, tuple(cutter.fleet.runs_of(pattern)))
+                if counts := _mixed_counts(job, pattern, constraints, time_s):
+                    yield DeviceGrid(lanes, counts, inner, pattern, tuple(cutter.fleet.runs_of(pattern)))
+
+
+def _mixed_counts(
+    job: Job, pattern: Pattern, constraints: Constraints, time_s: Callable[[int, int], float]
+) -> tuple[Count, ...]:
+    """Return the counts of microbatches of a pattern of kinds, with shares by speed where its replicas differ."""
+    columns = [*zip(*pattern, strict=True)] if pattern[0] is not pattern[-1] else [(kind,) for kind in pattern[0]]
+    if constraints.replicas or len({*columns}) == 1:
+        shares = constraints.replicas or (1,) * len(pattern[0])
+        return tuple((count, shares) for count in _microbatch_counts(job, shares, constraints))
+    return tuple(
+        (count, shares)
+        for count in _batch_divisors(job, constraints)
+        for shares in row_shares(columns, job.batch // count, time_s)
+    )
 
 
 def rearrange_kinds(
