@@ -108,10 +108,10 @@ def test_vtrain_fits_what_it_is_given() -> None:
         [s for s in vtrain.read_samples(shipped_text(vtrain.FILE)) if s.micro_batch == 2 and s.hidden == 2048]
     )
     evaluator = SampleEvaluator(shipped_collectives())
-    from pipefit.validate.calibration import START, FittedCalibration
+    from pipefit.validate.calibration import START_CONSTANTS, FittedCalibration
 
     truth = FittedCalibration(
-        constants=tuple(value * factor for value, factor in zip(START.values(), FACTORS, strict=True))
+        constants=tuple(value * factor for value, factor in zip(START_CONSTANTS.values(), FACTORS, strict=True))
     )
     made = [
         replace(sample, published_s=float(time_s))

@@ -20,7 +20,7 @@ from pipefit.lab.streams import HostStreams, StreamPair, open_streams
 
 LINKS_WITHIN = 0.10
 PACE_WITHIN = 0.02
-SECONDS = 0.8
+STREAM_S = 0.8
 """Duration of one stream."""
 
 INSIDE_BYTES_PER_S = 2.5e8
@@ -127,7 +127,7 @@ def pair_rounds(lab: LabFile) -> list[list[StreamPair]]:
 
 
 def calibrate_lab(
-    lab: Lab, *, seconds: float = SECONDS, show: Callable[[str], None] = lambda text: None
+    lab: Lab, *, seconds: float = STREAM_S, show: Callable[[str], None] = lambda text: None
 ) -> LabCalibration:
     """Measure the links and the pace of a running lab."""
     wanted, plan = requested_rates(lab.file), pair_rounds(lab.file)

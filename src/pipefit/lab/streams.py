@@ -20,7 +20,7 @@ from pipefit.errors import LabError
 from pipefit.lab import netns, network
 from pipefit.lab.lifecycle import Lab, scratch_folder
 
-PORT = 5201
+STREAM_PORT = 5201
 START_S = 60.0
 """Seconds that a host's process has to start, and to answer beyond the time of its stream."""
 
@@ -99,7 +99,7 @@ def main(door: str, host: int, parent: int) -> None:
     die_with_parent(parent)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("0.0.0.0", PORT))
+    listener.bind(("0.0.0.0", STREAM_PORT))
     listener.listen(64)
     threading.Thread(target=_receive_all, args=(listener,), daemon=True).start()
     with socket.socket(socket.AF_UNIX) as connection:
@@ -132,7 +132,7 @@ def _send_all(targets: Sequence[str], seconds: float) -> dict[str, object]:
 def _send_stream(target: str, seconds: float) -> float:
     """Return the bytes per second that the receiver reports."""
     data = bytes(1 << 16)
-    with socket.create_connection((target, PORT), timeout=START_S) as stream:
+    with socket.create_connection((target, STREAM_PORT), timeout=START_S) as stream:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             stream.sendall(data)

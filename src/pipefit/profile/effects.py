@@ -22,7 +22,7 @@ ABOVE, BELOW = 1.5, 3.0
 REWEIGHT = (5, 12, 25)
 """Iterations in which weights are renewed."""
 
-PASSING = 4.0
+MAX_MOMENT_DEVIATIONS = 4.0
 """Bound on the effect of a moment, in standard deviations. If many links were only ever measured together, their common
 deviation could come from the moment or from the links; then it is attributed to the links."""
 
@@ -109,7 +109,9 @@ class _FittedTerm:
         known = np.bincount(self.level, weights=weight) + noise / self.variance
         self.value = np.bincount(self.level, weights=weight * residual) / known
         if self.term.passing:
-            self.value = np.clip(self.value, -PASSING * self.variance**0.5, PASSING * self.variance**0.5)
+            self.value = np.clip(
+                self.value, -MAX_MOMENT_DEVIATIONS * self.variance**0.5, MAX_MOMENT_DEVIATIONS * self.variance**0.5
+            )
         self.error = noise / known
         if not self.term.free:
             self.variance = min(self.most, max(MIN_VARIANCE, float(np.mean(self.value**2 + self.error))))

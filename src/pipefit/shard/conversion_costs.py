@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import fsum
 
 from pipefit.cost.comm.lowerings import LoweredCollective
-from pipefit.cost.compute.shard_exchanges import BACKWARD
+from pipefit.cost.compute.shard_exchanges import BACKWARD_COLLECTIVE
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.model.graph import Shape, element_count
 from pipefit.shard import frontier
@@ -93,9 +93,9 @@ def _price_collective(
         once_s, twice_s = _round_trip_s(setting, kind, size), _round_trip_s(setting, kind, 2 * size)
         # padded: a line in n x the largest fraction
         return ConversionCost((2 * once_s - twice_s, twice_s - once_s), cut, held=held)
-    ahead, back = setting.lowered(kind, size), setting.lowered(BACKWARD[kind], size)
+    ahead, back = setting.lowered(kind, size), setting.lowered(BACKWARD_COLLECTIVE[kind], size)
     return ConversionCost((0.0, 0.0), cut, held=held, ahead=ahead, back=back, earlier=earlier)
 
 
 def _round_trip_s(setting: ShardSetting, kind: str, size: float) -> float:
-    return setting.collective(kind, size) + setting.collective(BACKWARD[kind], size)
+    return setting.collective(kind, size) + setting.collective(BACKWARD_COLLECTIVE[kind], size)

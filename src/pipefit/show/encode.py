@@ -19,7 +19,7 @@ from pipefit.show.trace import StepTrace, TraceRow
 from pipefit.simulate.memory import MemoryCurve
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-TICKS = 1 << 20
+TIME_TICKS = 1 << 20
 MOST_SPANS = 240_000
 """Above this number of actions the report keeps, of each lane's devices, the first and the slowest."""
 CURVE_POINTS = 240
@@ -40,7 +40,7 @@ def encode_numbers(values: Iterable[int]) -> str:
 def encode_traces(traces: Sequence[StepTrace], slices: int) -> dict[str, Any]:
     """Encode all rows on one clock. A sequence of actions that several rows share is stored once."""
     horizon_s = max((trace.stop_s for trace in traces), default=0.0)
-    tick_s = horizon_s / TICKS if horizon_s else 1.0
+    tick_s = horizon_s / TIME_TICKS if horizon_s else 1.0
     sequences: dict[tuple[Action, ...], int] = {}
     rows = []
     for trace in traces:

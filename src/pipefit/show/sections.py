@@ -20,7 +20,7 @@ from pipefit.show.trace import TraceRow
 from pipefit.show.traffic import REASONS, StepTraffic
 from pipefit.units import format_bandwidth, format_bytes, format_seconds
 
-KINDS = (
+KIND_STYLES = (
     ("F", "--f", "", "Forward F"),
     ("B", "--b", "back", "Backward B"),
     ("I", "--i", "dotted", "Input gradient I"),
@@ -44,7 +44,7 @@ BUSIEST = 8
 """Links in the table beside the heat-map."""
 
 
-MOST_DEVICES = 128
+SHOWN_DEVICES = 128
 """Largest number of bars in the breakdown."""
 
 
@@ -109,14 +109,14 @@ def plain_tile(name: str, value: str, small: str) -> str:
 
 
 def timeline_section(subject: ReportSubject, kinds: Iterable[str], left_out: int) -> str:
-    """Return the timeline with its controls. `kinds` are the keys of KINDS that occur."""
+    """Return the timeline with its controls. `kinds` are the keys of KIND_STYLES that occur."""
     record = subject.record
     traced = record is not None and record.trace is not None
     occurring = set(kinds)
     legend = "".join(
         f'<button type="button" data-kind="{key}" aria-pressed="true">'
         f'<span class="swatch {pattern}" style="--c:var({colour})"></span>{name}</button>'
-        for key, colour, pattern, name in KINDS
+        for key, colour, pattern, name in KIND_STYLES
         if key in occurring
     )
     sets = [("critical", "Critical path")]
@@ -227,7 +227,7 @@ def breakdown_section(
 def _extreme_devices(measured: Sequence[StepBreakdown]) -> tuple[Sequence[StepBreakdown], int]:
     """If there are too many devices, keep those of each lane that compute least and most. Returns them and the number
     left out."""
-    if len(measured) <= MOST_DEVICES:
+    if len(measured) <= SHOWN_DEVICES:
         return measured, 0
     extremes = []
     for lane in sorted({part.lane for part in measured}):

@@ -58,22 +58,22 @@ def memory_curves(
     events = _MemoryEvents()
     compute = np.flatnonzero(graph.kind <= B)
     held, passing = (task_bytes[compute] for task_bytes in _task_bytes(graph, costs))
-    lane, position = graph.lane[compute], PLACES * graph.row[compute]
+    lane, position = graph.lane[compute], EVENT_PLACES * graph.row[compute]
     events.add_change(lane, times.start_s[compute], position + START, np.maximum(held, 0.0) + passing, passing=passing)
     events.add_change(lane, times.stop_s[compute], position + STOP, np.minimum(held, 0.0) - passing, passing=-passing)
     transfers = np.flatnonzero(graph.consumer >= 0)
     if len(transfers):
         size, user = _edge_bytes(graph, costs, "bytes")[transfers], graph.consumer[transfers]
         events.add_change(graph.lane[user], posted_s[transfers], _posting_order(graph)[transfers], size, RECEIVED)
-        events.add_change(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, RECEIVED)
+        events.add_change(graph.lane[user], times.start_s[user], EVENT_PLACES * graph.row[user] + TAKE, -size, RECEIVED)
         _add_sent(events, graph, costs, times, reached_s)
     _add_handed_on(events, graph, costs, times)
     _add_kv_gradients(events, graph, costs, times)
     _add_reductions(events, graph, costs, times)
-    return events.lane_curves(costs.static_bytes, len(graph.schedule.lanes), PLACES * len(graph.table.kind))
+    return events.lane_curves(costs.static_bytes, len(graph.schedule.lanes), EVENT_PLACES * len(graph.table.kind))
 
 
-PLACES = 8
+EVENT_PLACES = 8
 TAKE, START, STOP, GIVE = 1, 2, 6, 7
 """The order of simultaneous events of one action: it takes its inputs, starts, stops, hands on its outputs."""
 
@@ -99,12 +99,12 @@ def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: 
         on_lane = graph.lane >= 0
         np.maximum.at(last_s, graph.lane[on_lane], np.maximum(times.stop_s, times.arrival_s)[on_lane])
         gone_s = np.where(known, reached_s[left], last_s[graph.lane[transfers]])
-        gone = np.where(known, PLACES * left + STOP, PLACES * len(graph.table.kind))
+        gone = np.where(known, EVENT_PLACES * left + STOP, EVENT_PLACES * len(graph.table.kind))
     else:
         maker = graph.task[graph.row[transfers]]
-        gone_s, gone = times.arrival_s[transfers], PLACES * graph.row[transfers] + GIVE
+        gone_s, gone = times.arrival_s[transfers], EVENT_PLACES * graph.row[transfers] + GIVE
     lane = graph.lane[transfers]
-    events.add_change(lane, times.stop_s[maker], PLACES * graph.row[maker] + GIVE, size, SENT)
+    events.add_change(lane, times.stop_s[maker], EVENT_PLACES * graph.row[maker] + GIVE, size, SENT)
     events.add_change(lane, np.maximum(gone_s, times.stop_s[maker]), gone, -size, SENT)
 
 
@@ -160,10 +160,10 @@ def _add_handed_on(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, ti
                 consumers[there],
             )
             events.add_change(
-                graph.lane[producers], times.stop_s[producers], PLACES * graph.row[producers] + GIVE, size, SENT
+                graph.lane[producers], times.stop_s[producers], EVENT_PLACES * graph.row[producers] + GIVE, size, SENT
             )
             events.add_change(
-                graph.lane[consumers], times.start_s[consumers], PLACES * graph.row[consumers] + TAKE, -size, SENT
+                graph.lane[consumers], times.start_s[consumers], EVENT_PLACES * graph.row[consumers] + TAKE, -size, SENT
             )
 
 
@@ -176,8 +176,10 @@ def _add_kv_gradients(events: _MemoryEvents, graph: TaskGraph, costs: CostTable,
     there = (backward[:, :, 1:] >= 0) & (backward[:, :, :-1] >= 0)
     size = np.broadcast_to(costs.kv_gradient_bytes, backward.shape)[:, :, 1:][there]
     producers, consumers = backward[:, :, 1:][there], backward[:, :, :-1][there]
-    events.add_change(graph.lane[producers], times.stop_s[producers], PLACES * graph.row[producers] + GIVE, size)
-    events.add_change(graph.lane[consumers], times.start_s[consumers], PLACES * graph.row[consumers] + TAKE, -size)
+    events.add_change(graph.lane[producers], times.stop_s[producers], EVENT_PLACES * graph.row[producers] + GIVE, size)
+    events.add_change(
+        graph.lane[consumers], times.start_s[consumers], EVENT_PLACES * graph.row[consumers] + TAKE, -size
+    )
 
 
 def _add_reductions(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
@@ -194,7 +196,7 @@ def _add_reductions(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, t
         hidden = max((float(tensor_bytes.max()) for tensor_bytes in ends), default=0.0)
         for change in (size, REDUCING * hidden, -REDUCING * hidden):
             events.add_change(
-                graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, change), SENT
+                graph.lane[last], times.stop_s[last], EVENT_PLACES * graph.row[last] + GIVE, np.full(1, change), SENT
             )
 
 
@@ -232,9 +234,9 @@ def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Array:
 def _posting_order(graph: TaskGraph) -> Ints:
     """Return, for every transfer, the position of its posting among simultaneous events: at its RECV, or before its
     user."""
-    position = PLACES * graph.row[graph.consumer] - 1
+    position = EVENT_PLACES * graph.row[graph.consumer] - 1
     receives = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
-    position[graph.task[receives]] = PLACES * receives + START
+    position[graph.task[receives]] = EVENT_PLACES * receives + START
     return position
 
 

@@ -17,7 +17,14 @@ from pipefit.model.ops import OperatorKind, register_operator
 from pipefit.model.ops.table import remove_operator
 from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
-from pipefit.testing.operator_example import ROLES, ROWS, TOKENS, OperatorExample, as_leaves, draw_output_gradient
+from pipefit.testing.operator_example import (
+    INTEGER_ROLES,
+    ROWS,
+    TOKENS,
+    OperatorExample,
+    as_leaves,
+    draw_output_gradient,
+)
 from pipefit.testing.operator_splits import check_operator_split, check_operator_sums
 
 __all__ = [
@@ -87,7 +94,7 @@ def _run_stage(example: OperatorExample, mode: Mode, recompute: CheckedRecompute
         parameter.data.copy_(value)
     program.bind_gradients(buffers)
     program.begin_step(0, 1)
-    fed = {tensor.name: values[tensor.name] for tensor in graph.inputs if tensor.role in ROLES}
+    fed = {tensor.name: values[tensor.name] for tensor in graph.inputs if tensor.role in INTEGER_ROLES}
     data = {tensor.name: values[tensor.name] for tensor in graph.inputs if tensor.role == "data"}
     feed = StageInputs(**fed, data=data, rows=torch.arange(ROWS))
     if feed.positions is None:

@@ -32,7 +32,7 @@ LayerShape = tuple[int, int, int]
 VOCABULARY = 50257
 """Vocabulary of GPT-2, not padded: the publication's default. It is odd, so its matrix products are not aligned."""
 
-START: Mapping[str, float] = {
+START_CONSTANTS: Mapping[str, float] = {
     "launch_s": 50e-6,
     "matmul_share": 0.8,
     "memory_share": 0.75,
@@ -44,8 +44,8 @@ START: Mapping[str, float] = {
 """Start of each constant: kernel launches of eager PyTorch, shares of data-sheet rates, the start of a collective, an
 optimizer step of about 30 bytes a parameter, and the link between stages."""
 
-FITTED = tuple(START)
-UPPER_LIMITS = tuple(0.95 if key.endswith("share") else float("inf") for key in FITTED)
+CONSTANTS = tuple(START_CONSTANTS)
+UPPER_LIMITS = tuple(0.95 if key.endswith("share") else float("inf") for key in CONSTANTS)
 """Upper limits of the constants: no kernel reaches its full data-sheet rate."""
 
 CALIBRATION_PRIOR_WEIGHT = 0.3
@@ -119,8 +119,8 @@ class PublishedSample:
 class FittedCalibration:
     """Fitted constants and factors."""
 
-    constants: tuple[float, ...] = tuple(START.values())
-    "Constants in the order of `FITTED`."
+    constants: tuple[float, ...] = tuple(START_CONSTANTS.values())
+    "Constants in the order of `CONSTANTS`."
     body: Mapping[LayerShape, float] = field(default_factory=dict)
     "Factors on the time of a transformer layer, by shape."
     ends: Mapping[LayerShape, float] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class SampleEvaluator:
     def times_s(self, samples: Sequence[PublishedSample], calibration: FittedCalibration) -> Array:
         """Return the seconds of one iteration of every sample. Rows that differ only in the batch share a cost
         table."""
-        values = dict(zip(FITTED, calibration.constants, strict=True))
+        values = dict(zip(CONSTANTS, calibration.constants, strict=True))
         kernels: dict[str, Any] = {key: value for key, value in values.items() if key in GpuRates.__dataclass_fields__}
         speed = values["stage_bytes_per_s"]
         layers: dict[LayerShape, _ScaledCosts] = {}
@@ -205,7 +205,7 @@ class _ScaledCosts:
 
 def corner_jacobians(corners: Sequence[PublishedSample], evaluator: SampleEvaluator) -> LogJacobians:
     """Return the Jacobians of these rows, from predictions alone."""
-    start = tuple(START.values())
+    start = tuple(START_CONSTANTS.values())
     constants = log_jacobian(lambda v: evaluator.times_s(corners, FittedCalibration(constants=tuple(v))), start)
     shapes = {sample.layer_shape for sample in corners}
 
@@ -227,7 +227,7 @@ def fit_calibration(
     constants = fit_constants(
         lambda values: evaluator.times_s(corners, FittedCalibration(constants=tuple(map(float, values)))),
         published,
-        tuple(START.values()),
+        tuple(START_CONSTANTS.values()),
         np.stack([known.constants[sample] for sample in corners]),
         reach=OUTLIER,
         most=UPPER_LIMITS,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import LayerCost
-from pipefit.cost.compute.shard_exchanges import BACKWARD
+from pipefit.cost.compute.shard_exchanges import BACKWARD_COLLECTIVE
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.model.analysis.saved import Recompute, kept_values, operator_call, saved_bytes
 from pipefit.model.graph import Graph
@@ -28,7 +28,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (6
 """Rows, columns, and the share of the maximum rate that a kernel with such tiles reaches; larger tiles reuse more of
 their loads (NVIDIA, Matrix Multiplication Background User's Guide, section on tile efficiency)."""
 
-SPLITS = (1, 2, 4, 8)
+INNER_SPLITS = (1, 2, 4, 8)
 """Allowed splits of the inner dimension (split-K), so that few tiles still fill the multiprocessors."""
 
 PROLOGUE = 128
@@ -120,9 +120,12 @@ class KernelCosts:
         )
 
     def _operator_times(self, kind: str, call: OperatorCall, devices: int) -> PassTimes:
-        if kind in BACKWARD:
+        if kind in BACKWARD_COLLECTIVE:
             size = float(max(math.prod(call.inputs[0] or ()), math.prod(call.outputs[0])) * call.compute_bytes)
-            both = (self.collectives.collective_s(collective, devices, size) for collective in (kind, BACKWARD[kind]))
+            both = (
+                self.collectives.collective_s(collective, devices, size)
+                for collective in (kind, BACKWARD_COLLECTIVE[kind])
+            )
             forward_s, backward_s = (time_s + self.gpu.collective_s for time_s in both)
             again_s = (
                 forward_s if kind == "all_gather" else 0.0
@@ -234,7 +237,7 @@ def _tiled_flops(rows: int, columns: int, inner: int, count: int, multiprocessor
     best = math.inf
     for tall, wide, share in TILES:
         tiles = math.ceil(rows / tall) * math.ceil(columns / wide) * count
-        for split in SPLITS if count == 1 else (1,):
+        for split in INNER_SPLITS if count == 1 else (1,):
             waves = math.ceil(tiles * split / multiprocessors)
             depth = inner / split + PROLOGUE
             best = min(best, waves * multiprocessors * 2.0 * tall * wide * depth / share)

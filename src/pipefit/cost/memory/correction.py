@@ -26,7 +26,7 @@ from pipefit.errors import ClusterError
 PEAK_PARTS = ("parameters", "gradients", "optimizer", "saved", "passing", "messages", "workspace")
 """Parts of the analytic peak; `workspace` is the constant per process."""
 
-RIDGE = {name: 1e-5 if name == "workspace" else 1e-2 for name in PEAK_PARTS}
+PART_RIDGES = {name: 1e-5 if name == "workspace" else 1e-2 for name in PEAK_PARTS}
 """Weight of the pull of a coefficient to 1, as a number of runs that consist of its part alone. With errors of 1 % it
 is a prior that coefficients are within 10 % of 1. The constant has almost no prior, because it is a guess.
 """
@@ -164,7 +164,7 @@ def _fit_coefficients(
     from scipy.optimize import nnls
 
     mixes = np.array([_part_shares(run.parts, run.measured_bytes) for run in runs])
-    ridge = np.diag([math.sqrt(RIDGE[name]) for name in PEAK_PARTS])
+    ridge = np.diag([math.sqrt(PART_RIDGES[name]) for name in PEAK_PARTS])
     coefficients, _ = nnls(np.vstack((mixes, ridge)), np.concatenate((np.ones(len(runs)), ridge.sum(axis=1))))
     precision = np.linalg.inv(mixes.T @ mixes + ridge.T @ ridge)
     measured = [run.measured_bytes for run in runs]

@@ -42,7 +42,7 @@ ALL_DEPTHS_DEVICES = 64
 MOST_IDLE = 1 / 4
 """On more devices, depths that leave at least this share of the devices idle are not searched, unless all depths do."""
 
-RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
+RECOMPUTE_CHOICES: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
 
 
 def iter_candidates(
@@ -108,7 +108,7 @@ def _build_grid(
 ) -> CandidateGrid | None:
     """Return the candidates of a device grid with a placement, with all its counts, before slicing; None if there are
     none."""
-    recompute_choices = [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
+    recompute_choices = [constraints.recompute] if constraints.recompute is not None else RECOMPUTE_CHOICES
     recompute_choices = [choice for choice in recompute_choices if len(choice) in (1, len(placement))]
     any_count = constraints.schedule is not None and constraints.microbatches is not None
     least = tuple(0 if any_count else FAMILIES[n].least_units(device_grid.lanes) for n in names)

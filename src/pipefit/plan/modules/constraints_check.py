@@ -17,10 +17,10 @@ from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import linear_placement
 
-COMMON = ("microbatches", "schedule", "sharded_state", "devices", "modules", "ahead", "balance", "order")
+COMMON_KEYS = ("microbatches", "schedule", "sharded_state", "devices", "modules", "ahead", "balance", "order")
 """Constraints for all modules together."""
 
-OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple", "divide")
+MODULE_KEYS = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple", "divide")
 """Constraints for each module."""
 
 SIZE = ("replicas", "stages", "shards")
@@ -51,12 +51,14 @@ def _key_problems(model: Model, job: Job, constraints: Constraints) -> Iterator[
     names = [module.name for module in model.modules]
     for key, value in constraints.to_mapping().items():
         module, dot, setting = key.rpartition(".")
-        if (dot and (module not in names or setting not in OWN)) or (not dot and setting not in COMMON):
+        if (dot and (module not in names or setting not in MODULE_KEYS)) or (not dot and setting not in COMMON_KEYS):
             yield PlanError(
                 "This cannot be fixed for a model of several modules.",
                 where="--fix",
                 seen=key,
-                allowed=", ".join((*COMMON, *(f"{name}.{name_allowed}" for name in names for name_allowed in OWN))),
+                allowed=", ".join(
+                    (*COMMON_KEYS, *(f"{name}.{name_allowed}" for name in names for name_allowed in MODULE_KEYS))
+                ),
             )
         elif setting == "microbatches" and job.batch % value:
             yield PlanError(

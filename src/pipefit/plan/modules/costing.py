@@ -38,9 +38,9 @@ from pipefit.plan.types import Job, SampleLoad
 SHARDINGS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
 """Programs over a shard axis, in order of preference."""
 
-ALONE: tuple[Sharding, ...] = ("none",)
+UNSHARDED_STYLES: tuple[Sharding, ...] = ("none",)
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+MODULE_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 
 NO_PARAMETERS = ParameterCounts(trainable=(0,), frozen=(0,), whole=(0,))
 
@@ -84,7 +84,7 @@ class ModuleCosting:
         """Return the profile of a module, in the variants its constraints allow. Raises PlanError if there are none."""
         variants, meant = [], []
         for sharding, shards, programs in self._layer_programs(module, constraints):
-            for recompute in [constraints.recompute[0]] if constraints.recompute is not None else RECOMPUTE:
+            for recompute in [constraints.recompute[0]] if constraints.recompute is not None else MODULE_RECOMPUTES:
                 layer_costs_by_samples = [
                     self._layer_costs(module, programs, shards, recompute, samples) for samples in (1, 2)
                 ]
@@ -126,7 +126,7 @@ class ModuleCosting:
         counts = [1 << n for n in range(host_devices.bit_length())]
         counts = counts if constraints.shards is None else [constraints.shard_count]
         for count in counts:
-            for sharding in SHARDINGS if count > 1 else ALONE:
+            for sharding in SHARDINGS if count > 1 else UNSHARDED_STYLES:
                 try:
                     programs = [self.programs.layer_program(layer, sharding, (1,) * count) for layer in module.layers]
                 except PlanError:

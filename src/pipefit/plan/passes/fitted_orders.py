@@ -23,7 +23,7 @@ from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.assemble.order import order_problem
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
 from pipefit.plan.bounds.step_bounds import table_bound_s
-from pipefit.plan.candidates.space import RECOMPUTE
+from pipefit.plan.candidates.space import RECOMPUTE_CHOICES
 from pipefit.plan.evaluate.evaluate import evaluate_candidate, simulate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -169,7 +169,7 @@ def recompute_choices(constraints: Constraints, layout: ParallelConfig) -> list[
     """Return the kinds of recomputation a layout may choose from; a choice that varies by stage is kept."""
     if constraints.recompute is not None:
         return [constraints.recompute]
-    return [layout.recompute, *(recompute for recompute in RECOMPUTE if recompute != layout.recompute)]
+    return [layout.recompute, *(recompute for recompute in RECOMPUTE_CHOICES if recompute != layout.recompute)]
 
 
 @dataclass(frozen=True, slots=True)

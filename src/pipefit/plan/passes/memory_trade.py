@@ -13,7 +13,7 @@ from pipefit.cost.memory.order_limits import order_limits
 from pipefit.errors import ScheduleError
 from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.assemble.structure import FormsError
-from pipefit.plan.candidates.space import RECOMPUTE
+from pipefit.plan.candidates.space import RECOMPUTE_CHOICES
 from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
@@ -132,7 +132,7 @@ def _evaluate_families(
     """Yield every family and kind of recomputation on these lanes, whether it fits or not."""
     layers = len(context.only_module.layers)
     recomputes: Sequence[tuple[Recompute, ...]] = (
-        [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
+        [constraints.recompute] if constraints.recompute is not None else RECOMPUTE_CHOICES
     )
     if many and layout.recompute in recomputes:
         recomputes = [layout.recompute]

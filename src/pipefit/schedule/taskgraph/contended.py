@@ -29,7 +29,7 @@ COMPILED_DEPENDENCIES = 15_000
 
 Group = TypeVar("Group", SharedTasks, SharedFlows, ActiveTransfers)
 
-ALONE = PortFlow((), (), 1.0)
+UNSHARED_FLOW = PortFlow((), (), 1.0)
 """The flow of a transfer that shares no port."""
 
 
@@ -127,7 +127,7 @@ def copy_tasks(graph: TaskGraph, pipelines: int) -> TaskCopies:
 def _task_flows(graph: TaskGraph, copies: TaskCopies, shared: PortContention) -> tuple[Ints, list[PortFlow]]:
     """Return (index of the flow of every copy, or -1 without one; the flows)."""
     known = {key: number for number, key in enumerate(shared.flows)}
-    flows = [*shared.flows.values(), ALONE]
+    flows = [*shared.flows.values(), UNSHARED_FLOW]
     edges = {(edge.source, edge.target, edge.tensor): i for i, edge in enumerate(shared.pipelines[0].edges)}
     edge_of = np.array([edges[edge] for edge in graph.table.edges] or [0], dtype=np.int64)
     flow_of = np.full(copies.size, -1, dtype=np.int64)

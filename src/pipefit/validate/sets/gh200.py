@@ -34,7 +34,7 @@ FAIR_MICRO_BATCH = 8
 SMALL_MICRO_BATCH = 2
 """Memory is fitted on the plans up to this micro-batch."""
 
-STATE_BYTES = 24
+STATED_BYTES = 24
 """Bytes per parameter, as the publication states: model 4, optimizer 8, gradient 4, communication 4, framework's copy
 4."""
 
@@ -191,7 +191,7 @@ def memory_result(published: PublishedProfile) -> ValidationResult:
             ErrorTarget(what="mean error", reached=mean_or_zero(off), limit=0.02),
             ErrorTarget(what="largest error below", reached=under, limit=0.04),
         ),
-        notes=(f"frozen: {STATE_BYTES} bytes a parameter; kept values by this project's rules: validate/memory.py",),
+        notes=(f"frozen: {STATED_BYTES} bytes a parameter; kept values by this project's rules: validate/memory.py",),
     )
 
 
@@ -231,7 +231,7 @@ def cost_table(published: PublishedProfile, plan: MeasuredPlan, slowdown: float)
         reduce_s=np.array([slowdown * reduction_s(published, plan, size) for size in gradients]),
         gather_s=np.zeros(plan.pp),
         step_s=np.array(sums[2]),
-        static_bytes=np.array([size / WIDTH * STATE_BYTES for size in gradients]),
+        static_bytes=np.array([size / WIDTH * STATED_BYTES for size in gradients]),
     )
     return with_waiting_sends(costs, receives_too=True)
 

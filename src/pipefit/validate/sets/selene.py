@@ -38,10 +38,10 @@ FILE = "selene_a100.json"
 GIB = 2**30
 FULL, SELECTIVE = "full_recompute", "selective_recompute_sequence_parallel"
 
-MEMORY = ("parameters_and_optimizer", "activations_no_recompute", "activations_selective_sequence_parallel")
+MEMORY_QUANTITIES = ("parameters_and_optimizer", "activations_no_recompute", "activations_selective_sequence_parallel")
 
-FITTED = ("matmul_share", "memory_share")
-START = (0.85, 0.8)
+FITTED_SHARES = ("matmul_share", "memory_share")
+START_SHARES = (0.85, 0.8)
 """Start of the fit: large matrix products on A100 reach about 85 % of the peak, copies 80 % of the bandwidth."""
 
 UPPER_SHARES = (0.95, 0.95)
@@ -136,7 +136,7 @@ def read_models(text: str, where: str = FILE) -> PublishedModels:
                 where=case_where,
                 seen=f"{case.layers} layers, {case.heads} heads, tp {case.tp}, pp {case.pp} x {case.interleaving}",
             )
-        for part, wanted in (("iteration_s", (FULL, SELECTIVE)), ("memory_gib", MEMORY)):
+        for part, wanted in (("iteration_s", (FULL, SELECTIVE)), ("memory_gib", MEMORY_QUANTITIES)):
             for key in wanted:
                 if key not in getattr(case, part):
                     raise FormatError("A published number is missing.", where=f"{case_where}: {part}", allowed=key)
@@ -159,12 +159,12 @@ def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> 
     )
 
     def predict_times(values: Array, chosen: Sequence[int]) -> Array:
-        reached: dict[str, Any] = dict(zip(FITTED, map(float, values), strict=True))
+        reached: dict[str, Any] = dict(zip(FITTED_SHARES, map(float, values), strict=True))
         now = replace(gpu, **reached)
         return np.array([_time_s(*points[index], now, published.machine, collectives) for index in chosen])
 
     everything = range(len(points))
-    jacobian = log_jacobian(lambda values: predict_times(values, everything), START)
+    jacobian = log_jacobian(lambda values: predict_times(values, everything), START_SHARES)
     rows: list[ValidationRow] = []
     fits: list[Array] = []
     for case in published.cases:
@@ -173,7 +173,7 @@ def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> 
         values = fit_constants(
             lambda values, training_rows=training_rows: predict_times(values, training_rows),  # type: ignore[misc]
             measured[training_rows].tolist(),
-            START,
+            START_SHARES,
             jacobian[training_rows],
             most=UPPER_SHARES,
             pull=PRIOR_WEIGHT,
@@ -192,8 +192,8 @@ def time_result(published: PublishedModels, collectives: MeasuredAllReduces) -> 
         unit="s",
         source=published.source,
         split="leave one model out: each model's rows are predicted with constants fitted to the other three models",
-        fitted={key: tuple(float(values[position]) for values in fits) for position, key in enumerate(FITTED)},
-        constants=len(FITTED),
+        fitted={key: tuple(float(values[position]) for values in fits) for position, key in enumerate(FITTED_SHARES)},
+        constants=len(FITTED_SHARES),
         rows=tuple(rows),
         summary={"mean error": mean_or_zero(off), "largest error": max(off)},
         targets=(
@@ -232,9 +232,9 @@ def _memory_rows(case: PublishedCase) -> list[ValidationRow]:
     elements = case.layers / case.pp * matrix_elements(_device_graph(case, "none"))
     parts = static_parts(elements, 0, 1.0, "bfloat16", find_optimizer(DEFAULT))
     predicted = {
-        MEMORY[0]: fsum(value for part, value in parts.items() if part != "workspace"),
-        MEMORY[1]: peak_bytes(case, "none"),
-        MEMORY[2]: peak_bytes(case, "selective_sequence_parallel"),
+        MEMORY_QUANTITIES[0]: fsum(value for part, value in parts.items() if part != "workspace"),
+        MEMORY_QUANTITIES[1]: peak_bytes(case, "none"),
+        MEMORY_QUANTITIES[2]: peak_bytes(case, "selective_sequence_parallel"),
     }
     return [
         ValidationRow(name=f"{case.model} {key}", published=case.memory_gib[key], predicted=value / GIB)

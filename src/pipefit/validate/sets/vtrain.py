@@ -17,7 +17,7 @@ import numpy as np
 
 from pipefit.errors import FormatError
 from pipefit.validate.calibration import (
-    FITTED,
+    CONSTANTS,
     FittedCalibration,
     MeasuredCase,
     PublishedSample,
@@ -30,7 +30,7 @@ from pipefit.validate.records import ErrorTarget, ValidationResult, ValidationRo
 
 name = "vtrain"
 FILE = "vtrain_a100_single_node.csv"
-COLUMNS = (
+FILE_COLUMNS = (
     "gpus",
     "global_batch",
     "micro_batch",
@@ -63,8 +63,8 @@ class ChoiceRegret:
 def read_samples(text: str, where: str = FILE) -> tuple[PublishedSample, ...]:
     """Read the rows. Raises FormatError if a row is damaged or inconsistent."""
     samples = []
-    for number, row in enumerate(read_table(text, COLUMNS, where), 1):
-        integers = {key: int(row[key]) for key in COLUMNS[:-1]}
+    for number, row in enumerate(read_table(text, FILE_COLUMNS, where), 1):
+        integers = {key: int(row[key]) for key in FILE_COLUMNS[:-1]}
         row_where = f"{where}, row {number}"
         if any(integers[key] != row[key] for key in integers):
             raise FormatError("Sizes must be whole numbers.", where=row_where, seen=row)
@@ -131,7 +131,9 @@ def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator,
             f"with seed {seed} "
             "and dealt into quarters; each quarter in turn is fitted, the other three are predicted"
         ),
-        fitted={key: tuple(item.constants[position] for item in calibrations) for position, key in enumerate(FITTED)},
+        fitted={
+            key: tuple(item.constants[position] for item in calibrations) for position, key in enumerate(CONSTANTS)
+        },
         constants=max(item.fitted_count for item in calibrations),
         rows=tuple(rows),
         summary={
@@ -157,8 +159,8 @@ def split_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator,
             ErrorTarget(what="regret of the best of five, worst quarter", reached=max(fives), limit=0.005),
         ),
         notes=(
-            f"fitted: {len(FITTED)} physical constants, and for every (hidden, TP, micro-batch) of the fitted keys a "
-            "factor of its layer and one of its head",
+            f"fitted: {len(CONSTANTS)} physical constants, and for every (hidden, TP, micro-batch) of the fitted keys "
+            "a factor of its layer and one of its head",
             "frozen: data sheet of A100, all-reduce table of a100_nvlink_all_reduce.csv, tile shares",
         ),
     )
@@ -179,8 +181,8 @@ def size_result(samples: Sequence[PublishedSample], evaluator: SampleEvaluator) 
         unit="s",
         source=SOURCE,
         split="fitted to all rows of hidden 1024, all rows of hidden 2048 predicted",
-        fitted={key: (calibration.constants[position],) for position, key in enumerate(FITTED)},
-        constants=len(FITTED),
+        fitted={key: (calibration.constants[position],) for position, key in enumerate(CONSTANTS)},
+        constants=len(CONSTANTS),
         rows=tuple(rows),
         summary={
             "mean error": mean_or_zero(off),

@@ -22,7 +22,7 @@ from pipefit.model.graph import size_value
 from pipefit.optimizers.sharded_state import ShardedState, leanest_state, searched_states, state_choices
 from pipefit.plan.assemble.structure import FormsError
 from pipefit.plan.candidates.queue import SearchCandidate
-from pipefit.plan.candidates.space import RECOMPUTE
+from pipefit.plan.candidates.space import RECOMPUTE_CHOICES
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.device_groups.group_bounds import GroupLowerBounds, LaneLoads, step_bound_s, step_guess_s
@@ -284,7 +284,7 @@ class GroupSearch:
 
     def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], ShardedState]]:
         """Yield choices of recomputation and sharded state, the fastest first."""
-        recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE
+        recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE_CHOICES
         states = state_choices(self.constraints.sharded_state, layout.replica_count, self.searched_states)
         for recompute in recomputes:
             if len(recompute) in (1, len(layout.lanes)):
