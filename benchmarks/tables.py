@@ -1,4 +1,4 @@
-"""Tables of docs/results from the files of benchmarks/results, between the marks of the pages.
+"""Result tables of the documentation from the files of benchmarks/results, between the marks of the pages.
 
 python -m benchmarks.tables            write the tables into the pages
 python -m benchmarks.tables --check    exit code 1 if a page differs from its result files
@@ -12,17 +12,31 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import markdown_table, read_result
+from benchmarks.design_tables import DESIGN_TABLES
+from benchmarks.harness import format_table, load_result
 from pipefit.units import format_seconds
 from pipefit.validate.published import FLOAT8, read_published
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = tuple(ROOT / "docs" / "results" / name for name in ("results.md", "validation.md"))
+PAGES = tuple(
+    ROOT / "docs" / name
+    for name in (
+        "results/results.md",
+        "results/validation.md",
+        "results/ablation.md",
+        "design/memory.md",
+        "design/placement.md",
+        "design/profiling.md",
+        "design/simulator.md",
+        "reference/schedules.md",
+        "reference/training.md",
+    )
+)
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -46,16 +60,6 @@ def main() -> int:
 def filled_page(text: str) -> str:
     """Return the page with every marked table made anew."""
     return MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark[2]]()}\n\n", text)
-
-
-def load_result(name: str) -> Any:
-    """Return the data of a result file."""
-    return read_result(ROOT / "benchmarks" / "results" / f"{name}.json")
-
-
-def format_table(columns: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; `columns` holds the titles, with ` | ` between them."""
-    return markdown_table(columns.split(" | "), rows).replace("|  |", "| |").replace("|  |", "| |")
 
 
 def planning_table() -> str:
@@ -418,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "terapipe": terapipe_table,
     "slices-lab": slices_lab_table,
     "program-pipelines": program_pipelines_table,
+    **DESIGN_TABLES,
 }
 
 if __name__ == "__main__":

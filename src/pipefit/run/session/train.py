@@ -33,13 +33,13 @@ from pipefit.run.config import TrainConfig
 from pipefit.run.inputs.feeding import BatchSource, SampleBatchSource, TextBatchSource
 from pipefit.run.inputs.image_feeding import ImageBatchSource, is_multimodal, mean_sizes, open_images
 from pipefit.run.session.faults import injected_fault, name_ranks
-from pipefit.run.session.metrics import RunLog, find_peak, step_metrics
+from pipefit.run.session.metrics import MeasuredStep, RunLog, StepWork, find_peak, step_metrics
 from pipefit.run.session.process_use import ProcessUse
 from pipefit.run.session.rendezvous import World
 from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
 from pipefit.run.session.write_errors import write_errors
-from pipefit.run.stage.initial_values import Value, initial_values
+from pipefit.run.stage.initial_values import ParameterValue, initial_values
 from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, user_samples
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
@@ -100,6 +100,8 @@ class TrainingRun:
     def _train_loop(self, log: RunLog | None, directory: Path) -> None:
         config, last = self.config, self.config.steps
         peak = find_peak(self.world.device, PRODUCT_TYPE[self.plan.job.precision], self.world.local_size)
+        job, devices = self.plan.job, len(self.plan.used_devices)
+        work = StepWork(tokens=job.batch * job.sequence, flops=self.flops, devices=devices, peak=peak)
         if log is not None:
             log.write_line(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
             if isinstance(self.feeding, ImageBatchSource) and self.feeding.rows.too_long:
@@ -119,14 +121,11 @@ class TrainingRun:
                 # Reading waits for the device: a time taken earlier would measure only the launches.
                 loss, norm = result.read_values()
                 now = time.perf_counter()
-                log.log_step(
-                    step_metrics(
-                        step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
-                        tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
-                        devices=len(self.plan.used_devices), peak=peak,
-                        memory=self.process_use.peak_memory(), data_s=data_s / steps,
-                    )
+                measured = MeasuredStep(
+                    step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
+                    memory=self.process_use.peak_memory(), data_s=data_s / steps,
                 )  # fmt: skip
+                log.log_step(step_metrics(measured, work))
                 since, steps, data_s = now, 0, 0.0
             if self.finish_step(step, log, directory):
                 since, steps, data_s = time.perf_counter(), 0, 0.0
@@ -321,7 +320,7 @@ def checkpoint_mismatch(ranks: list[int], seen: str) -> RunError:
     )
 
 
-def weights_value(plan: Plan, model: Model, weights: str) -> Value:
+def weights_value(plan: Plan, model: Model, weights: str) -> ParameterValue:
     """Return parameters from a directory of safetensors in Hugging Face names, or from one per module (`vision=DIR`).
     Raises ModelError if they do not fit the model."""
     from pipefit.model.weights.files import WeightFiles
