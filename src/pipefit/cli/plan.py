@@ -38,7 +38,7 @@ class PlanOptions:
     "Tokens of one sequence; captured models have their own."
     precision: str | None = None
     """bfloat16 (gradients in float32), bfloat16-gradients, fp8 (bfloat16 with the linear layers of blocks in FP8),
-    fp8-bfloat16-gradients, tf32, float32 or float64. Default: float32 with --local, else bfloat16."""
+    fp8-bfloat16-gradients, float16, tf32, float32 or float64. Default: float32 with --local, else bfloat16."""
     seed: int = 0
     "Seed of the run: data order, first weights, dropout."
     top: int = 5

@@ -56,6 +56,10 @@ class StepMetrics:
     "Fraction of the peak, 0 to 1; 0 if the peak is unknown."
     data_s: float = 0.0
     "Part of `step_s` in which rank 0 waited for its data or made them."
+    loss_scale: float = 0.0
+    "Scale of the loss under float16; 0 without one."
+    skipped_steps: int = 0
+    "Steps of the run so far that changed nothing, because their gradients were not finite."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,8 @@ class MeasuredStep:
     memory: tuple[int, int]
     "(used, total) bytes."
     data_s: float = 0.0
+    loss_scale: float = 0.0
+    skipped_steps: int = 0
 
 
 def step_metrics(measured: MeasuredStep, work: StepWork) -> StepMetrics:
@@ -102,16 +108,20 @@ def step_metrics(measured: MeasuredStep, work: StepWork) -> StepMetrics:
         tflops=rate / 1e12,
         mfu=rate / peak_flops_per_s if peak_flops_per_s else 0.0,
         data_s=measured.data_s,
+        loss_scale=measured.loss_scale,
+        skipped_steps=measured.skipped_steps,
     )
 
 
 def format_step(metrics: StepMetrics) -> str:
     """`step: 10  loss: 2.1  grad_norm: 0.9  memory: 1.2GiB(5.1%)  tps: 1,234  tflops: 0.51  mfu: 3.20%`."""
     mfu = f"{metrics.mfu:.2%}" if metrics.mfu else "n/a"
+    scale = f"  loss_scale: {metrics.loss_scale:g}" if metrics.loss_scale else ""
+    skipped = f"  skipped: {metrics.skipped_steps}" if metrics.skipped_steps else ""
     return (
         f"step: {metrics.step:>4}  loss: {metrics.loss:8.4f}  grad_norm: {metrics.grad_norm:8.4f}  "
         f"memory: {metrics.memory_bytes / GIB:5.2f}GiB({metrics.memory_share:.1%})  "
-        f"tps: {round(metrics.tps):,}  tflops: {metrics.tflops:.3g}  mfu: {mfu}"
+        f"tps: {round(metrics.tps):,}  tflops: {metrics.tflops:.3g}  mfu: {mfu}{scale}{skipped}"
     )
 
 

@@ -8,6 +8,7 @@ while they are off.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from pipefit.run.transfers.packed import Counts
 from pipefit.run.transfers.wiring import TransferWiring
 from pipefit.run.update.buckets import GradientBucket, flat_piece
 from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
+from pipefit.run.update.loss_scale import LossScale
 from pipefit.run.update.optimizer import OptimizerConfig, learning_rate, optimizer_options
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.schedule.actions import EVERY, Action
@@ -89,6 +91,8 @@ class WorkerSetup:
     optimizer: OptimizerConfig
     loss_modules: Sequence[str]
     "The modules with a loss, in the order of loss vectors."
+    loss_scale: LossScale | None = None
+    "The scale of the loss, under float16."
     frozen: Mapping[str, Frozen] = field(default_factory=dict)
     "Frozen parameters, by global name."
 
@@ -132,6 +136,10 @@ class Worker:
         "The last traced step in the form of the simulator's timeline: seconds since this rank began the step."
         self.trace_waits_s: list[float] = []
         "For each action of `trace`, the seconds it waited for messages at its start."
+        self.loss_scale = setup.loss_scale
+        self.skips_infinite = setup.loss_scale is not None
+        """True if a step whose gradients are not finite changes no parameter. The host then waits for the norm."""
+        self.skipped_steps = 0
         self.loss_modules = tuple(setup.loss_modules)
         weights = plan.model.config.get("loss_weights", {})
         self.loss_weights = {name: float(weights.get(name, 1.0)) for name in self.loss_modules}
@@ -153,7 +161,8 @@ class Worker:
         stage. `divisor` is the number of labels of the step; `counts` are the tokens of every sample of the batch in
         packed spaces."""
         self._feeds = self.inputs_by_stage(feeds)
-        self._lr, self._count = learning_rate(self.config, self.options.lr, step), step + 1
+        self._lr, self._count = learning_rate(self.config, self.options.lr, step), step + 1 - self.skipped_steps
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self._losses.zero_()
         self._scalars.zero_()
         self.reducer.zero_gradients()
@@ -161,7 +170,7 @@ class Worker:
         by_module = self.module_divisors(divisor)
         for stage, program in self.programs.items():
             module = self.plan.stages[stage].module
-            program.begin_step(step, by_module.get(module, 1), self.loss_weights.get(module, 1.0))
+            program.begin_step(step, by_module.get(module, 1), scale * self.loss_weights.get(module, 1.0))
         if self.tracing or self.pace is not None:
             self._walk_slowly()
         else:
@@ -338,14 +347,28 @@ class Worker:
         if self.world is not None:
             dist.all_reduce(self._scalars, group=self.world)
         self._norm = self._scalars[0].sqrt()
+        if self.loss_scale is not None:
+            self._norm = self._norm / self.loss_scale.scale
 
     def _update_parameters(self) -> None:
         factor = clip_factor(self._norm, self.config.max_norm) if self.config.max_norm else None
+        if self.loss_scale is not None:
+            factor = (1.0 if factor is None else factor) * torch.full_like(self._norm, 1 / self.loss_scale.scale)
+        if self.skips_infinite and self._skip_update():
+            return
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
             gradient = bucket.owned_gradients
             if factor is not None:
                 gradient.mul_(factor)
             optimizer.step(gradient, self._lr, self._count)
+
+    def _skip_update(self) -> bool:
+        """Return True if the gradients are not finite. Counts such steps, and changes the scale of the loss."""
+        finite = math.isfinite(self._norm.item())
+        self.skipped_steps += not finite
+        if self.loss_scale is not None:
+            self.loss_scale.update_scale(finite)
+        return not finite
 
 
 def device_lane(plan: Plan, device: int) -> int:

@@ -3,8 +3,8 @@
 All microbatches are in memory at the peak. The time on d equal stages is (m + d - 1)(f + b). With several stages on a
 lane (looped or V placements) it runs breadth-first: the forwards stage by stage, the backwards in the opposite order.
 With slices it is the order of TeraPipe. Stages that take turns run their own microbatches breadth-first too.
-
 """
+
 from __future__ import annotations
 
 from itertools import chain as joined
