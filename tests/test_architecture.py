@@ -177,6 +177,35 @@ def test_no_module_imports_itself_around_a_corner() -> None:
     assert sum(map(len, known.values())) > 300, "this test must see the imports"
 
 
+JOINED_UNITS = {("", frozenset({"schedule", "simulate"})), ("run/worker", frozenset({"worker", "evaluation"}))}
+"""Circles that stand, by folder: fitted orders are checked by the simulator, which reads the task graphs of orders."""
+
+
+def test_no_folder_has_a_circle_of_its_rooms_and_files() -> None:
+    """At every depth: two rooms or files of a folder do not need each other, also around further ones."""
+    folders = {parent for path in MODULES for parent in path.parents if parent.is_relative_to(SOURCE)}
+    circles = set()
+    for folder in folders:
+        needs: dict[str, set[str]] = {}
+        depth = len(folder.relative_to(SOURCE.parent).parts)
+        for path in MODULES:
+            if not path.is_relative_to(folder) or (path.parent == folder and path.name == "__init__.py"):
+                continue
+            unit = path.relative_to(folder).parts[0].removesuffix(".py")
+            targets = [name.split(".") for name, _, _ in imports(path)]
+            here = [*folder.relative_to(SOURCE.parent).parts]
+            needs.setdefault(unit, set()).update(
+                parts[depth] for parts in targets if parts[:depth] == here and len(parts) > depth
+            )
+        needs = {unit: reached & needs.keys() - {unit} for unit, reached in needs.items()}
+        for _ in needs:  # the transitive closure, a step further each time
+            needs = {unit: reached.union(*(needs[name] for name in reached)) for unit, reached in needs.items()}
+        circle = frozenset(unit for unit, reached in needs.items() if unit in reached)
+        if circle:
+            circles.add((folder.relative_to(SOURCE).as_posix().removeprefix("."), circle))
+    assert circles == JOINED_UNITS
+
+
 def test_torch_is_imported_where_it_may_be() -> None:
     faults = []
     for path in MODULES:

@@ -115,6 +115,21 @@ def test_flags_follow_from_the_names_of_fields() -> None:
     assert flag_names("start_token", bool | None) == ("--start-token/--no-start-token",)
 
 
+def test_earlier_names_of_options_are_accepted() -> None:
+    commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
+    flags = {name: [parameter.opts for parameter in commands[name].params] for name in ("plan", "explain", "train")}
+    memory = [["--memory-correction", "--memory"], ["--max-oom-probability", "--risk"]]
+    train = [
+        ["--worker-backend", "--prepare"],
+        ["--keep-checkpoints", "--keep"],
+        ["--trace-step", "--trace"],
+        ["--heartbeat-timeout", "--timeout"],
+        ["--nproc-per-node", "--per-host"],
+    ]
+    for name, pairs in {"plan": memory, "explain": memory, "train": train}.items():
+        assert all(pair in flags[name] for pair in pairs), name
+
+
 def test_the_options_of_train_are_the_fields_of_its_configuration() -> None:
     command = typer.main.get_command(build_app()).commands["train"]  # type: ignore[attr-defined]
     texts = {parameter.name: parameter.help for parameter in command.params}

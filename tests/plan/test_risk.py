@@ -154,7 +154,7 @@ def test_the_command(tmp_path: Path, pipefit) -> None:
         fixed = ["plan", "--model", str(model), "--cluster", str(machines), "--batch", "8", "--seq", "64"]
         return pipefit(*fixed, *words)
 
-    code, out, _ = run("--memory", str(memory), "--risk", "0.1")
+    code, out, _ = run("--memory-correction", str(memory), "--max-oom-probability", "0.1")
     assert code == 0 and "probability that it does not fit" in out
     code, _, err = run("--risk", "0.1")
     assert code == 2 and "is unknown without a memory correction" in err and "--record FILE" in err

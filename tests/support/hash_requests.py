@@ -55,8 +55,6 @@ class Request:
     constraints: tuple[str, ...] = ()
     decisions: Mapping[str, Any] | None = None
     "Where given, nothing is searched."
-    light: bool = True
-    "Whether it is planned quickly without compiled loops, too."
 
 
 def built(**decisions: Any) -> dict[str, Any]:
@@ -71,26 +69,22 @@ REQUESTS: Mapping[str, Request] = {
         batch=16,
         precision="bfloat16",
         constraints=("recompute=none", "schedule=1f1b"),
-        light=False,
     ),
     "llama on two hosts": Request(
         model="tiny-llama", cluster="2x4xA100-80:200Gbit/s", batch=16, constraints=("schedule=1f1b", "stages=2")
     ),
-    "llama local": Request(
-        model="tiny-llama", cluster="local 4", constraints=("stages=2", "microbatches=4"), light=False
-    ),
-    "llama local free": Request(model="tiny-llama", cluster="local 2", light=False),
-    "gpt2 on 4xV100": Request(model="tiny-gpt2", cluster="4xV100", constraints=("recompute=none",), light=False),
+    "llama local": Request(model="tiny-llama", cluster="local 4", constraints=("stages=2", "microbatches=4")),
+    "llama local free": Request(model="tiny-llama", cluster="local 2"),
+    "gpt2 on 4xV100": Request(model="tiny-gpt2", cluster="4xV100", constraints=("recompute=none",)),
     "gpt2 zero1": Request(model="tiny-gpt2", cluster="4xA100-40", constraints=("replicas=4", "zero1=true")),
     "gpt2 sliced": Request(
-        model="tiny-gpt2", cluster="2xA100-80", constraints=("stages=2", "slices=4", "schedule=1f1b"), light=False
+        model="tiny-gpt2", cluster="2xA100-80", constraints=("stages=2", "slices=4", "schedule=1f1b")
     ),
     "mixtral on mixed kinds": Request(
         model="tiny-mixtral",
         cluster="mixed",
         batch=24,
         constraints=("stages=2", "microbatches=4", "recompute=none", "zero1=false"),
-        light=False,
     ),
     "mixtral shards": Request(
         model="tiny-mixtral", cluster="2x2xH100:100Gbit/s", constraints=("shards=2", "sharding=megatron-sp")
@@ -99,33 +93,22 @@ REQUESTS: Mapping[str, Request] = {
         model="tiny-qwen3", cluster="4xH100", constraints=("recompute=full", "stages=4", "schedule=gpipe")
     ),
     "qwen3 searched shards": Request(
-        model="tiny-qwen3", cluster="4xA100-80", constraints=("shards=2", "sharding=searched", "stages=2"), light=False
+        model="tiny-qwen3", cluster="4xA100-80", constraints=("shards=2", "sharding=searched", "stages=2")
     ),
-    "multimodal": Request(model="multimodal-tiny", cluster="4xH100", sequence=128, light=False),
+    "multimodal": Request(model="multimodal-tiny", cluster="4xH100", sequence=128),
     # searched, of models that are plain data
-    "toy free": Request(light=False),
-    "toy fit": Request(cluster="3xA100-80", constraints=("schedule=fit", "stages=3"), light=False),
-    "toy fit split in two": Request(
-        cluster="2xA100-80", constraints=("schedule=fit", "placement=0,1,1,0"), light=False
-    ),
-    "toy uneven links": Request(
-        cluster="skewed 6", batch=24, sequence=512, constraints=("stages=3", "mapping=search"), light=False
-    ),
+    "toy free": Request(),
+    "toy fit": Request(cluster="3xA100-80", constraints=("schedule=fit", "stages=3")),
+    "toy fit split in two": Request(cluster="2xA100-80", constraints=("schedule=fit", "placement=0,1,1,0")),
+    "toy uneven links": Request(cluster="skewed 6", batch=24, sequence=512, constraints=("stages=3", "mapping=search")),
     "toy uneven links, many hosts": Request(
-        model="toy 13",
-        cluster="skewed 16",
-        batch=32,
-        sequence=512,
-        constraints=("stages=8", "schedule=1f1b"),
-        light=False,
+        model="toy 13", cluster="skewed 16", batch=32, sequence=512, constraints=("stages=8", "schedule=1f1b")
     ),
     "toy measured": Request(cluster="measured 4", batch=12, sequence=256, constraints=("schedule=1f1b",)),
     "toy measured shards": Request(
-        cluster="measured 4", batch=12, sequence=256, constraints=("shards=2", "sharding=searched"), light=False
+        cluster="measured 4", batch=12, sequence=256, constraints=("shards=2", "sharding=searched")
     ),
-    "toy slices free": Request(
-        cluster="2xA100-80", batch=2, sequence=512, constraints=("stages=2", "slices=8"), light=False
-    ),
+    "toy slices free": Request(cluster="2xA100-80", batch=2, sequence=512, constraints=("stages=2", "slices=8")),
     "toy uneven replicas": Request(cluster="3xA100-80", batch=12, constraints=("replicas=2:1", "schedule=1f1b")),
     "toy mixed kinds": Request(
         cluster="mixed",
@@ -134,9 +117,9 @@ REQUESTS: Mapping[str, Request] = {
         constraints=("stages=3", "microbatches=4", "schedule=1f1b", "recompute=none", "zero1=false"),
     ),
     "toy tied": Request(model="toy tied", cluster="2xV100", constraints=("stages=2", "schedule=zb-h1")),
-    "three modules": Request(model="three", cluster="8xA100-80", sequence=4096, light=False),
+    "three modules": Request(model="three", cluster="8xA100-80", sequence=4096),
     "three modules disjoint": Request(
-        model="three", cluster="4xA100-80", sequence=4096, constraints=("modules=disjoint",), light=False
+        model="three", cluster="4xA100-80", sequence=4096, constraints=("modules=disjoint",)
     ),
     # built from decisions
     "built gpipe": Request(decisions=built(stages=4, microbatches=8, schedule="gpipe")),
@@ -155,15 +138,14 @@ REQUESTS: Mapping[str, Request] = {
         decisions=built(stages=8, placement=(0, 1, 2, 3, 3, 2, 1, 0), microbatches=8, schedule="v-half"),
     ),
     "built v-min": Request(
-        model="toy 9",
-        decisions=built(stages=8, placement=(0, 1, 2, 3, 3, 2, 1, 0), microbatches=8, schedule="v-min"),
+        model="toy 9", decisions=built(stages=8, placement=(0, 1, 2, 3, 3, 2, 1, 0), microbatches=8, schedule="v-min")
     ),
     "built v-zb": Request(
         model="tiny-qwen3",
         cluster="local 2",
         decisions=built(stages=4, placement=(0, 1, 1, 0), microbatches=4, schedule="v-zb"),
     ),
-    "built fit": Request(cluster="3xA100-80", decisions=built(stages=3, microbatches=8, schedule="fit"), light=False),
+    "built fit": Request(cluster="3xA100-80", decisions=built(stages=3, microbatches=8, schedule="fit")),
     "built slices": Request(
         model="tiny-llama", cluster="local 2", decisions=built(stages=2, microbatches=2, slices=(32, 20, 12))
     ),

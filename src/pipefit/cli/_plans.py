@@ -69,9 +69,9 @@ def plan_maker(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
         if risk is not None:
             raise PlanError(
                 "The probability that a plan does not fit is unknown without a memory correction.",
-                where="--risk",
+                where="--max-oom-probability",
                 seen=risk,
-                next_step="name a file with --memory FILE; `pipefit verify PLAN --record FILE` makes one",
+                next_step="name a file with --memory-correction FILE; `pipefit verify PLAN --record FILE` makes one",
             )
         return make_plan
     allowed = RISK if risk is None else risk

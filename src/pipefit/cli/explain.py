@@ -32,17 +32,25 @@ class ExplainOptions:
     "With --why-not: the cluster, if it is not found under its name in the plan."
     local: int | None = None
     "With --why-not: the cluster, as this many processes on this machine's CPU."
-    memory: Path | None = None
+    memory_correction: Path | None = None
     "With --why-not: the memory correction of the plan, as for `pipefit plan`."
-    risk: float | None = None
-    "With --why-not and --memory: as for `pipefit plan`."
+    max_oom_probability: float | None = None
+    "With --why-not and --memory-correction: as for `pipefit plan`."
     quiet: bool = False
     "Print no progress on stderr."
     as_json: bool = False
     "Print the tables as JSON."
 
 
-@takes_options(ExplainOptions, arguments=("path",), metavars={"path": "PLAN"})
+@takes_options(
+    ExplainOptions,
+    arguments=("path",),
+    metavars={"path": "PLAN"},
+    flags={
+        "memory_correction": ("--memory-correction", "--memory"),
+        "max_oom_probability": ("--max-oom-probability", "--risk"),
+    },
+)
 def command(options: ExplainOptions) -> None:
     """Explain PLAN: decisions, stages, memory, lower bound, bottleneck, alternatives. Or compare it with another
     layout."""
@@ -60,13 +68,14 @@ def _check_options(options: ExplainOptions) -> None:
     """Raise PlanError for options that need --why-not."""
     from pipefit.errors import PlanError
 
-    for name in ("model", "cluster", "local", "memory", "risk"):
+    for name in ("model", "cluster", "local", "memory_correction", "max_oom_probability"):
+        option = "--" + name.replace("_", "-")
         if options.why_not is None and getattr(options, name) is not None:
             raise PlanError(
                 "This option is for another layout to compare the plan with, and none is named.",
-                where=f"--{name}",
+                where=option,
                 seen=getattr(options, name),
-                next_step=f'add --why-not "tp=8 pp=4", or leave --{name} out',
+                next_step=f'add --why-not "tp=8 pp=4", or leave {option} out',
             )
 
 
@@ -138,8 +147,8 @@ def _explain_layout(options: ExplainOptions, words: str, plan: Plan) -> None:
         return
     print(plan_headline(plan))
     print(explain_difference(comparison))
-    if plan.prediction is not None and plan.prediction.risk is not None and options.memory is None:
-        print("The plan was made with a memory correction, the layout without one: add --memory FILE.")
+    if plan.prediction is not None and plan.prediction.risk is not None and options.memory_correction is None:
+        print("The plan was made with a memory correction, the layout without one: add --memory-correction FILE.")
     print_tables(comparison_tables(comparison))
     print("\nThe planner chose everything that the layout does not fix.")
 
@@ -156,7 +165,7 @@ def _plan_layout(
     samples = samples_of_plan(plan)
     sampled = {} if samples is None else {"samples": samples, "arrange": arranged_samples}
     with on_compilation(progress.show_compilation):
-        return plan_maker(options.memory, options.risk)(
+        return plan_maker(options.memory_correction, options.max_oom_probability)(
             *subject,
             plan.job,
             constraints=layout,

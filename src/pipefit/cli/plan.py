@@ -30,6 +30,8 @@ class PlanOptions:
     "A cluster file, READER:FILE, 8xH100, or 2x8xA100-80:200Gbit/s."
     local: int | None = None
     "Plan for this many processes on this machine's CPU."
+    calibration: Path | None = None
+    "Factors on the cluster's data sheets, as `pipefit calibrate` writes them; same as FILE behind @ in --cluster."
     batch: int
     "Sequences of one step, over all devices."
     seq: int | None = None
@@ -45,10 +47,10 @@ class PlanOptions:
     "Take the simplest plan that is at most this much slower than the fastest, such as 0.01 or 1%; 0: the fastest."
     fix: tuple[str, ...] = ()
     "Fix a choice, KEY=VALUE; repeatable: also dp, tp, pp, cp, ep, zero, fsdp, hsdp, sp, mbs. An unknown key lists all."
-    memory: Path | None = None
+    memory_correction: Path | None = None
     "A memory correction, as `pipefit verify --record` writes it."
-    risk: float | None = None
-    "With --memory: largest probability that the plan does not fit. Default: 0.05."
+    max_oom_probability: float | None = None
+    "With --memory-correction: largest probability that the plan does not fit. Default: 0.05."
     allow_other_environment: bool = False
     "Use a cluster that was measured with other software."
     quiet: bool = False
@@ -71,7 +73,14 @@ class PlanOptions:
     "With --data, as for train: fail or skip samples that are too long."
 
 
-@takes_options(PlanOptions, flags={"output": ("--output", "-o")})
+@takes_options(
+    PlanOptions,
+    flags={
+        "output": ("--output", "-o"),
+        "memory_correction": ("--memory-correction", "--memory"),
+        "max_oom_probability": ("--max-oom-probability", "--risk"),
+    },
+)
 def command(options: PlanOptions) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and explain it. Ctrl-C gives the best plan so far."""
     from pipefit.cli._plans import INTERRUPTED_CODE
@@ -90,6 +99,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     """Return the plan, its model, and the source of its samples if there is one."""
     from pipefit.cli._plans import cluster_text, plan_maker
     from pipefit.cluster import open_cluster
+    from pipefit.cluster.calibration import add_calibration
     from pipefit.codec import make_folder
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
@@ -102,6 +112,8 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     if options.output is not None:
         make_folder(options.output, "plan", PlanError)
     text = cluster_text(options.cluster, options.local)
+    if options.calibration is not None:
+        text = add_calibration(text, options.calibration)
     opened_cluster = open_cluster(text)
     for difference in check_environment(opened_cluster, allow=options.allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
@@ -116,7 +128,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
             next_step="leave --tolerance out",
         )
     job = _build_job(options, resolve_length(opened_model, options.seq))
-    make = plan_maker(options.memory, options.risk)
+    make = plan_maker(options.memory_correction, options.max_oom_probability)
     source = None if options.data is None else _open_source(opened_model, options.data, job, options)
     if source is not None:
         make = partial(make, **_sampled_options(source, job))

@@ -21,7 +21,7 @@ class LaunchOptions:
     "Print the torchrun and sbatch lines, and stop."
     optimizer_option: tuple[str, ...] = ()
     "Another option of the plan's optimizer, such as beta1=0.9; repeatable."
-    per_host: int = 0
+    nproc_per_node: int = 0
     "Ranks per host for --print-launch; 0: 8, or all where they are fewer."
 
 
@@ -29,7 +29,14 @@ class LaunchOptions:
     TrainConfig,
     LaunchOptions,
     arguments=("plan",),
-    flags={"run_dir": ("-o", "--output")},
+    flags={
+        "run_dir": ("-o", "--output"),
+        "worker_backend": ("--worker-backend", "--prepare"),
+        "keep_checkpoints": ("--keep-checkpoints", "--keep"),
+        "trace_step": ("--trace-step", "--trace"),
+        "heartbeat_timeout_s": ("--heartbeat-timeout", "--timeout"),
+        "nproc_per_node": ("--nproc-per-node", "--per-host"),
+    },
     hidden=("options", "transfer_timeout_s"),
 )
 def command(config: TrainConfig, launch: LaunchOptions) -> None:
@@ -49,8 +56,9 @@ def command(config: TrainConfig, launch: LaunchOptions) -> None:
     optimizer_options(optimizer, find_optimizer(loaded.job.optimizer))
     arguments = [argument for argument in sys.argv[1:] if argument != "--print-launch"]
     if launch.print_launch:
-        per_host = launch.per_host or min(8, len(loaded.used_devices))
-        print(launch_lines(plan, loaded, without_options(arguments, "--per-host", "--local"), per_host))
+        per_host = launch.nproc_per_node or min(8, len(loaded.used_devices))
+        remaining = without_options(arguments, "--nproc-per-node", "--per-host", "--local")
+        print(launch_lines(plan, loaded, remaining, per_host))
         return
     code = launch_run(loaded, config, launch.local, arguments)
     if code:

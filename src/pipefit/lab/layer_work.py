@@ -11,6 +11,7 @@ from pipefit.cost.pipeline.context_traffic import gathered_bytes
 from pipefit.lab.tables import DeviceTable, LayerFacts
 from pipefit.model.analysis.saved import effective_recompute, kept_values
 from pipefit.model.analysis.totals import graph_flops, graph_traffic_bytes, operator_flops
+from pipefit.model.ops import KINDS
 from pipefit.model.ops.attention import CONTEXT_PARTS
 from pipefit.model.ops.packed_attention import SQUARES
 
@@ -48,7 +49,7 @@ def exchange_count(graph: Any, kind: str, sizes: Mapping[str, int], recompute: A
 def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
     """Return the work of a layer for each of F, I and W. A layer whose parameters are all frozen has no W."""
     total = graph_flops(graph, sizes)
-    attention_operators = [op for op in graph.operators if op.kind in ("attention", "packed_attention")]
+    attention_operators = [op for op in graph.operators if KINDS[op.kind].is_attention]
     attention = [operator_flops(graph, op, sizes) for op in attention_operators]
     causal = bool(attention_operators) and all(op.attributes.get("causal", False) for op in attention_operators)
     tokens = sizes["B"] * sizes["T"]

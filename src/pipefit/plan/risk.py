@@ -75,7 +75,7 @@ def make_plan_at_risk(
         limits = _tighten_limits(plan, simulate_plan(plan, model, cluster), cluster, corrections, limits, risk)
     raise DoesNotFitError(
         f"None of the {RISK_SEARCHES} plans found fits within the requested risk.",
-        where="--risk",
+        where="--max-oom-probability",
         seen=f"{last:.1%} in the last one",
         allowed=f"{risk:.1%}",
         next_step="allow a higher risk, or record more runs with `pipefit verify --record` to narrow the error band",
@@ -87,7 +87,7 @@ def check_risk(risk: float) -> None:
     if not 0 < risk < 0.5:
         raise PlanError(
             "This is not a valid risk of running out of memory.",
-            where="--risk",
+            where="--max-oom-probability",
             seen=risk,
             allowed="a probability above 0 and below 0.5, such as 0.05",
         )
@@ -99,7 +99,7 @@ def corrections_for(cluster: Cluster, facts: MemoryFacts) -> Mapping[str, Memory
     if not corrections:
         raise ClusterError(
             "The memory file has no correction for the cluster's devices.",
-            where="--memory",
+            where="--memory-correction",
             seen=f"corrections for {', '.join(facts.corrections) or 'no kind of device'}; "
             f"runs on {', '.join(sorted({run.kind for run in facts.runs})) or 'none'}",
             allowed=f"corrections for {', '.join(cluster.kinds)}",

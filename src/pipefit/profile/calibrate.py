@@ -18,6 +18,7 @@ from pipefit.cost.compute.curves import digest_graph, layer_times
 from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.model.graph import Graph
+from pipefit.model.ops import KINDS
 from pipefit.profile.points import sizes_at
 
 RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -137,4 +138,4 @@ def _point_query(graph: Graph, point: LayerPoint, kind: DeviceKind, curve: Layer
 
 
 def _has_products(graph: Graph) -> bool:
-    return any(operator.kind in ("linear", "matmul") for operator in graph.operators)
+    return any(KINDS[operator.kind].is_product for operator in graph.operators)

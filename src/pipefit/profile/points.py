@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from pipefit.model.graph import Graph
+from pipefit.model.ops import KINDS
 from pipefit.plan.assemble.packed_rows import CONDITIONS
 from pipefit.plan.request.sampled_batches import ASSUMED_PART
 
@@ -101,9 +102,10 @@ def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[WorkPoin
     A layer without attention depends on its number of tokens alone.
     """
     points = [_short_rows(count, sequence) for count in token_counts(most_tokens, sequence)]
-    if any(operator.kind == "attention" for operator in graph.operators):
+    attention = [KINDS[operator.kind] for operator in graph.operators if KINDS[operator.kind].is_attention]
+    if any(not kind.packs_rows for kind in attention):
         points += attention_points(sequence, most_tokens)[: max(0, MOST_POINTS - _KNEE - len(points))]
-    elif any(operator.kind == "packed_attention" for operator in graph.operators):
+    elif attention:
         points += [point for point in attention_points(sequence, most_tokens) if not point.past]
     return list(dict.fromkeys(points))
 

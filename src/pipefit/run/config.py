@@ -36,7 +36,7 @@ class TrainConfig:
     "Rows kept for evaluation: a fraction below 1, or a number."
     workers: int = 0
     "Processes per rank that prepare images ahead; 0: the rank itself."
-    prepare: Literal["processes", "ray"] = "processes"
+    worker_backend: Literal["processes", "ray"] = "processes"
     "Kind of --workers: processes of the host, or ray (actors)."
     pack: bool = False
     "Pack samples with images into a sequence."
@@ -57,7 +57,7 @@ class TrainConfig:
     "Batches of an evaluation, at most."
     save_every: int = 0
     "Steps between checkpoints; 0: at the end only."
-    keep: int = 3
+    keep_checkpoints: int = 3
     "Checkpoints kept."
     async_save: bool = False
     "Write checkpoints while the next steps run."
@@ -65,11 +65,11 @@ class TrainConfig:
     "Steps between printed lines."
     tensorboard: bool = False
     "Write TensorBoard files as well."
-    trace: int = 0
+    trace_step: int = 0
     "Write the times of this step's actions to trace.json."
     device: Literal["auto", "cpu", "cuda"] = "auto"
     "auto, cpu or cuda."
-    timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 60.0
     "Seconds without a heartbeat after which a rank counts as dead."
     transfer_timeout_s: float = 1800.0
     "A transfer or collective that takes longer fails."
@@ -84,16 +84,16 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
             "a fraction from 0 up to 1, or a whole number of rows",
         ),
         "workers": (config.workers >= 0, "0 or more"),
-        "prepare": (config.prepare in ("processes", "ray"), "processes or ray"),
+        "worker_backend": (config.worker_backend in ("processes", "ray"), "processes or ray"),
         "on_long": (config.on_long in ("fail", "skip"), "fail or skip"),
         "on_broken": (config.on_broken in ("fail", "skip"), "fail or skip"),
         "steps": (config.steps >= 1, "1 or more"),
         "eval_every": (config.eval_every >= 0, "0 or more"),
         "eval_batches": (config.eval_batches >= 1, "1 or more"),
         "save_every": (config.save_every >= 0, "0 or more"),
-        "keep": (config.keep >= 1, "1 or more"),
+        "keep_checkpoints": (config.keep_checkpoints >= 1, "1 or more"),
         "log_every": (config.log_every >= 1, "1 or more"),
-        "timeout_s": (0 < config.timeout_s < math.inf, "above 0, in seconds"),
+        "heartbeat_timeout_s": (0 < config.heartbeat_timeout_s < math.inf, "above 0, in seconds"),
         "device": (config.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
     }
     for name, (good, allowed) in limits.items():

@@ -155,8 +155,8 @@ def test_a_report_passes_over_what_was_said_of_images(tmp_path: Path) -> None:
 
 def test_workers_of_no_known_kind(tmp_path: Path) -> None:
     with pytest.raises(RunError) as error:
-        check_train_config(TrainConfig(plan="p", run_dir="r", steps=1, prepare="threads"))  # type: ignore[arg-type]
-    assert (error.value.where, error.value.seen) == ("--prepare", "threads")
+        check_train_config(TrainConfig(plan="p", run_dir="r", steps=1, worker_backend="threads"))  # type: ignore[arg-type]
+    assert (error.value.where, error.value.seen) == ("--worker-backend", "threads")
     assert error.value.allowed == "processes or ray"
 
 

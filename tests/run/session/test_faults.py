@@ -148,7 +148,10 @@ def test_ranks_with_another_plan_are_named():
     ("options", "seen"),
     [
         ({"optimizer": OptimizerConfig(lr=1e-2)}, "lr 0.01 on rank 1, lr 0.0003 on rank 0"),
-        ({"steps": 9, "keep": 2}, "keep 2, steps 9 on rank 1, keep 3, steps 4 on rank 0"),
+        (
+            {"steps": 9, "keep_checkpoints": 2},
+            "keep checkpoints 2, steps 9 on rank 1, keep checkpoints 3, steps 4 on rank 0",
+        ),
         ({"held_out": 8.0}, "held out 8.0 on rank 1, held out 0.01 on rank 0"),
         ({"resume": "run"}, "resumes True on rank 1, resumes False on rank 0"),
     ],

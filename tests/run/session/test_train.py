@@ -111,7 +111,7 @@ def test_a_plan_for_two_devices_needs_two_processes(tmp_path, monkeypatch):
         (("--steps", "2", "--held-out", "inf"), ("--held-out", "seen: inf", "a fraction from 0 up to 1")),
         (("--steps", "2", "--held-out", "-1"), ("--held-out", "seen: -1", "a whole number of rows")),
         (("--steps", "2", "--timeout", "inf"), ("--timeout", "seen: inf", "above 0, in seconds")),
-        (("--steps", "2", "--keep", "0"), ("--keep", "1 or more")),
+        (("--steps", "2", "--keep", "0"), ("--keep-checkpoints", "1 or more")),
         (("--steps", "2", "--device", "tpu"), ("--device", "auto, cpu or cuda")),
         (("--steps", "2", "--resume", "a", "--weights", "b"), ("--resume and --weights", "not from both")),
     ],
@@ -137,7 +137,7 @@ def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
     assert "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" in text
     assert f"-m pipefit train {path} -o run --steps 9 --lr 1e-3" in text
     assert "#SBATCH --nodes=2" in text and "srun torchrun" in text
-    with pytest.raises(PipefitError, match="--per-host") as error:
+    with pytest.raises(PipefitError, match="--nproc-per-node") as error:
         launch_lines(path, one, kept, 3)
     assert "a divisor of 4" in error.value.full_text()
 

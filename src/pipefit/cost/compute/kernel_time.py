@@ -54,7 +54,7 @@ def kernel_time(work: PassWork, operator: OperatorKind, kind: DeviceKind, precis
     wide = precision in NARROW and not work.quantized_bytes
     peak = kind.peak_flops_per_s[(COMPUTE_TYPE if wide else PRODUCT_TYPE)[precision]]
     bandwidth = kind.memory_bandwidth_bytes_per_s
-    if operator.kind == "attention" and kind.attention_efficiency is not None:
+    if operator.is_attention and not operator.packs_rows and kind.attention_efficiency is not None:
         return KernelTime(work.flops / (peak * kind.attention_efficiency), work.moved_bytes / bandwidth, False)
     compute_s = work.flops / (peak * kind.efficiency)
     if work.flops and kind.product_traffic is not None:

@@ -7,6 +7,7 @@ bfloat16. FP8 kernels need sizes that are multiples of 16.
 from __future__ import annotations
 
 from pipefit.model.graph import Graph, Operator
+from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import stored_weights
 from pipefit.precision import NARROW, Precision
 
@@ -19,9 +20,10 @@ QUANTIZED_BYTES = 5
 
 def has_narrow_product(graph: Graph, operator: Operator) -> bool:
     """Return whether an operator of a layer runs in FP8 under `--precision fp8`."""
-    if operator.kind not in ("linear", "linear_factors") or not _is_block(graph):
+    weights = stored_weights(graph)
+    if not KINDS[operator.kind].is_product or operator.inputs[1] not in weights or not _is_block(graph):
         return False
-    return all(size % MULTIPLE == 0 for size in stored_weights(graph)[operator.inputs[1]].shape)
+    return all(size % MULTIPLE == 0 for size in weights[operator.inputs[1]].shape)
 
 
 def narrow_outputs(graph: Graph, precision: Precision) -> frozenset[str]:

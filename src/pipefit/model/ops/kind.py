@@ -153,6 +153,10 @@ class OperatorKind:
     is_attention: bool = False
     """Relates queries to keys and values: Megatron splits its heads (label `heads`), and its time grows with the square
     of the tokens."""
+    packs_rows: bool = False
+    "Attention among the tokens of one document of a packed row, so no earlier slice of the sequence is read."
+    is_product: bool = False
+    "A plain matrix product; with a stored weight (input 1) it may run in FP8."
     is_norm: bool = False
     "Normalises the last dimension, so its output is replicated wherever its input is."
     is_lookup: bool = False

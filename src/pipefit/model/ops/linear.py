@@ -49,6 +49,7 @@ OPERATORS = (
         widened_bytes=_widened_bytes,
         boundary=True,
         heavy=True,
+        is_product=True,
         makes_features=True,
         mixes_features=True,
         column_label="out",

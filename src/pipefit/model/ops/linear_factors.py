@@ -90,6 +90,7 @@ OPERATORS = (
         widened_bytes=_widened_bytes,
         boundary=True,
         heavy=True,
+        is_product=True,
         measured_as="linear",
     ),
 )

@@ -38,6 +38,7 @@ OPERATORS = (
         saves=_saved_values,
         boundary=True,
         heavy=True,
+        is_product=True,
         makes_features=True,
     ),
 )

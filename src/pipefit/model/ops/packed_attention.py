@@ -58,6 +58,7 @@ OPERATORS = (
         boundary=True,
         heavy=True,
         is_attention=True,
+        packs_rows=True,
         makes_features=True,
     ),
 )

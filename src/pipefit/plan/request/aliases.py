@@ -16,6 +16,8 @@ from pipefit.plan.request.expert_parts import EXPERT, TENSOR_SHARDING, splits_ro
 
 SWITCHES: Mapping[str, bool] = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
+RANK_ORDERS: Mapping[str, str] = {"dp-first": "replica", "pp-first": "stage"}
+
 Fixes = tuple[tuple[str, str], ...]
 """Keys of `--fix` with the text of their values."""
 
@@ -82,6 +84,14 @@ ALIASES: Mapping[str, KeyAlias] = {
     "fsdp": KeyAlias("sharded_state=parameters: true, or a count of replicas from 2 on", _translate_fsdp),
     "hsdp": KeyAlias("sharded_state=parameters over groups of this many replicas: state_group", _translate_hsdp),
     "sp": KeyAlias("sharding: true is megatron-sp, false is megatron", _translate_sequence_parallel),
+    "rank_order": KeyAlias(
+        "inner: dp-first (adjacent ranks are replicas) or pp-first (adjacent ranks are stages)",
+        lambda value: (("inner", RANK_ORDERS[value]),),
+    ),
+    "device_order": KeyAlias("mapping: hostname, search, or device numbers", _same_value("mapping")),
+    "microbatches_per_call": KeyAlias("multiple: microbatches of a module's call", _same_value("multiple")),
+    "split_by": KeyAlias("divide: what the replicas of a module divide", _same_value("divide")),
+    "max_units_ahead": KeyAlias("ahead: units that a module may run ahead", _same_value("ahead")),
 }
 """Aliases whose meaning does not depend on other choices."""
 

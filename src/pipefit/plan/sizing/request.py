@@ -1,4 +1,4 @@
-"""The question of `pipefit size`: a training of so many tokens, and the devices that may run it.
+"""The question of `pipefit size`: a training of a number of tokens, and the devices that may run it.
 
 Numbers of tokens are often round figures. `step_rows` turns the tokens of a step into sequences that divide over many
 devices.

@@ -67,7 +67,8 @@ def open_images(
         on_long=config.on_long,
     )
     return ImageBatchSource(
-        plan, model, recipe, device, torch_device, workers=config.workers, prepare=config.prepare, steps=config.steps,
+        plan, model, recipe, device, torch_device,
+        workers=config.workers, prepare=config.worker_backend, steps=config.steps,
         on_broken=config.on_broken, together=together,
     )  # fmt: skip
 

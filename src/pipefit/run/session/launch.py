@@ -99,7 +99,7 @@ def run_rank(plan: Plan, config: TrainConfig) -> int:
         world.open_store()
         if world.store is not None:
             verify_ranks(world.store, world.rank, world.size, rank_token(plan, config, world.rank), START_TIMEOUT_S)
-        world.start_group(config.timeout_s, config.transfer_timeout_s)
+        world.start_group(config.heartbeat_timeout_s, config.transfer_timeout_s)
         from pipefit.run.session.train import train_rank
 
         train_rank(plan, config, world)
@@ -143,7 +143,7 @@ def launch_lines(plan_file: Path, plan: Plan, arguments: Sequence[str], per_host
     if per_host < 1 or devices % per_host:
         raise RunError(
             "The plan's devices cannot be spread evenly over hosts.",
-            where="--per-host",
+            where="--nproc-per-node",
             seen=per_host,
             allowed=f"a divisor of {devices}",
         )
@@ -196,7 +196,7 @@ def _report_failure(error: Exception, plan: Plan, config: TrainConfig, world: Wo
         error = out_of_memory(plan, device, device_lane(plan, device), step, error)
     elif is_connection_lost(error) and world.monitor is not None:
         # A rank is gone: wait until the rank that watches it reports which.
-        error = world.monitor.await_fault(config.timeout_s + 5) or error
+        error = world.monitor.await_fault(config.heartbeat_timeout_s + 5) or error
     if isinstance(error, PipefitError):
         if world.monitor is not None:
             world.monitor.announce_fault(error)

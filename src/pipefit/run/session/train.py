@@ -108,7 +108,7 @@ class TrainingRun:
                 log.write_line(f"samples left out, longer than the sequence: {self.feeding.rows.too_long}")
         since, steps, data_s = time.perf_counter(), 0, 0.0
         for step in range(self.start, last):
-            self.worker.tracing = config.trace == step + 1
+            self.worker.tracing = config.trace_step == step + 1
             try:
                 result = StepResult(*self.run_step(step))
             except Exception as error:
@@ -215,10 +215,12 @@ class TrainingRun:
         self.wait_for_save()
         if self.config.async_save:
             self._pending = checkpoint.save_in_thread(
-                folder, step, pieces, extra, group=self._save_group, keep=self.config.keep
+                folder, step, pieces, extra, group=self._save_group, keep=self.config.keep_checkpoints
             )
         else:
-            checkpoint.save_checkpoint(folder, step, pieces, extra, group=self._save_group, keep=self.config.keep)
+            checkpoint.save_checkpoint(
+                folder, step, pieces, extra, group=self._save_group, keep=self.config.keep_checkpoints
+            )
         self._saved = step
 
     def wait_for_save(self) -> None:

@@ -15,7 +15,8 @@ from pipefit.schedule.fit.bounds import check_bound, lower_bound
 from pipefit.schedule.fit.instance import FitInstance, Floats, Objective
 from pipefit.schedule.fit.kernels.arrays import PLAIN, SearchLoops, compile_loops, make_state, make_tables
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
-from pipefit.schedule.fit.local.improve import MoveBudget, anneal_orders, improve_orders, merge_neighbours
+from pipefit.schedule.fit.local.improve import anneal_orders, improve_orders, merge_neighbours
+from pipefit.schedule.fit.move_budget import MoveBudget
 from pipefit.schedule.fit.options import Choice, OptionMixture, check_options, problem_of_choice, search_choices
 from pipefit.schedule.fit.result import FitResult
 from pipefit.schedule.fit.starts.construct import (

@@ -42,6 +42,7 @@ from pipefit.schedule.fit.instance import B, FitInstance, I, Ints, W
 from pipefit.schedule.fit.kernels.arrays import PLAIN, SearchLoops, compile_loops, make_state, make_tables
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
 from pipefit.schedule.fit.local import improve as local
+from pipefit.schedule.fit.move_budget import MoveBudget
 from pipefit.schedule.fit.starts.construct import fits_in_memory
 from pipefit.schedule.fit.starts.start import TimedOrders
 
@@ -292,7 +293,7 @@ def _polish_locally(search: WindowSearch, moves: int, hotter: float, until: floa
     if not moves or search.loops is PLAIN or _is_best(search):
         return
     seed = search.random.randrange(1 << 16)
-    budget = local.MoveBudget(moves, until)
+    budget = MoveBudget(moves, until)
     fresh = local.anneal_orders(search.instance, search.t, search.loops, search.start, budget, seed, hotter=hotter)
     if fresh is search.start or fresh.time_s > search.start.time_s:
         return

@@ -9,8 +9,6 @@ stopped early has cooled down, too.
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +17,7 @@ from pipefit.cost.portable import portable_power
 from pipefit.schedule.fit.instance import B, FitInstance, I, W
 from pipefit.schedule.fit.kernels.arrays import SearchLoops, make_state, make_trial
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
+from pipefit.schedule.fit.move_budget import MoveBudget
 from pipefit.schedule.fit.starts.construct import fits_in_memory, sweep_orders
 from pipefit.schedule.fit.starts.start import TimedOrders
 
@@ -41,31 +40,6 @@ HOT, COLD = 0.12, 0.008
 """First and last heat, in mean operations."""
 HOTTEST = 4.0
 """Later generations, with longer runs, begin hotter, at most by this factor."""
-
-
-@dataclass(slots=True)
-class MoveBudget:
-    """The remaining budget of a search."""
-
-    moves: int
-    until_s: float
-    "On the clock of `time.perf_counter`."
-    spent: int = 0
-    kept_s: float = 0.0
-    "Time reserved for the steps after the search."
-
-    def take_moves(self, most: int) -> int:
-        """Return the number of moves to do now; 0 if the budget is spent."""
-        if time.perf_counter() > self.until_s - self.kept_s:
-            return 0
-        return max(min(most, self.moves - self.spent), 0)
-
-    def moves_share(self, share: float) -> MoveBudget:
-        """Return a share of the remaining budget."""
-        now = time.perf_counter()
-        left = self.until_s - self.kept_s - now
-        until_s = now + share * max(left, 0.0) if left < math.inf else math.inf
-        return MoveBudget(int(share * (self.moves - self.spent)), until_s)
 
 
 def improve_orders(

@@ -15,7 +15,7 @@ import numpy as np
 from pipefit.schedule.fit.instance import FitInstance, Floats, I, W
 from pipefit.schedule.fit.kernels.arrays import SearchLoops
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
-from pipefit.schedule.fit.local.improve import MoveBudget
+from pipefit.schedule.fit.move_budget import MoveBudget
 from pipefit.schedule.fit.starts.construct import OrderBuilder, merged_stages, sweep_orders
 from pipefit.schedule.fit.starts.modulo import find_steady_state
 from pipefit.schedule.fit.starts.start import TimedOrders
