@@ -5,6 +5,7 @@ lane (looped or V placements) it runs breadth-first: the forwards stage by stage
 With slices it is the order of TeraPipe. Stages that take turns run their own microbatches breadth-first too.
 
 """
+
 from __future__ import annotations
 
 from itertools import chain as joined
