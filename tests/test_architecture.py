@@ -44,9 +44,6 @@ TORCH_INSIDE_FUNCTIONS = (
 )  # fmt: skip
 """Where functions may import torch: they capture, build, load or save a model, or start a run; optimizers for types."""
 
-PARTS_OF = {"pipefit.run.worker.evaluation": {"pipefit.run.worker.worker"}}
-"""Modules that are a part of another one, in a file of their own, and may know it."""
-
 LINE_LIMIT = 450
 LONG_FILES: dict[str, str] = {}
 """Files above the limit, each with the reason why it is better whole."""
@@ -166,7 +163,7 @@ def test_no_module_imports_itself_around_a_corner() -> None:
         if name in way:
             circles.append(" -> ".join((*way[way.index(name) :], name)))
         elif name not in done:
-            for target in sorted(known[name] - PARTS_OF.get(name, set())):
+            for target in sorted(known[name]):
                 follow(target, (*way, name))
             done.add(name)
 
@@ -177,8 +174,8 @@ def test_no_module_imports_itself_around_a_corner() -> None:
     assert sum(map(len, known.values())) > 300, "this test must see the imports"
 
 
-JOINED_UNITS = {("", frozenset({"schedule", "simulate"})), ("run/worker", frozenset({"worker", "evaluation"}))}
-"""Circles that stand, by folder: fitted orders are checked by the simulator, which reads the task graphs of orders."""
+JOINED_UNITS = {("", frozenset({"schedule", "simulate"}))}
+"""The circle that stands, by its folder: the simulator checks fitted orders, and reads the task graphs of orders."""
 
 
 def test_no_folder_has_a_circle_of_its_rooms_and_files() -> None:

@@ -18,6 +18,7 @@ from pipefit.run.checkpoint import checkpoint
 from pipefit.run.checkpoint.gather import gather_full
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.run.worker.state import all_pieces, gradient_pieces, model_pieces
 from pipefit.run.worker.worker import Worker
 
@@ -56,7 +57,7 @@ def evaluated(plan: Plan, model: Model) -> np.ndarray:
     """Summed losses by module of batch 0, before any training."""
     worker = build(plan, model)
     names = names_of(worker)
-    return worker.evaluate_batch(toys.feeds(plan, names, worker.device, 0), toys.images(names, 0)).numpy()
+    return LaneEvaluation(worker).run_batch(toys.feeds(plan, names, worker.device, 0), toys.images(names, 0)).numpy()
 
 
 def resumed(directory: str, first: Plan, second: Plan, model: Model) -> list[tuple[float, float]]:

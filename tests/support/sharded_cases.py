@@ -16,6 +16,7 @@ from pipefit.run.inputs.feeds import make_inputs
 from pipefit.run.stage.sharded_layers import ShardedBucket, ShardedLayers
 from pipefit.run.update import reduce
 from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.run.worker.state import model_pieces, optimizer_pieces
 
 
@@ -43,7 +44,9 @@ def kept_bytes(plan: Plan, model: Model, vocabulary: int) -> dict[str, Any]:
         _watch_calls(layers, name, watch)
     cases.train(worker, plan, vocabulary, range(2))
     rows = cases.ArrayRows(plan.job.sequence, vocabulary, plan.job.documents)
-    worker.evaluate_batch(make_inputs(plan, worker.device, rows, cases.step_rows(plan, 0), torch.device("cpu")))
+    LaneEvaluation(worker).run_batch(
+        make_inputs(plan, worker.device, rows, cases.step_rows(plan, 0), torch.device("cpu"))
+    )
     result: dict[str, Any] = {
         kind: {
             "buckets": len(buckets),

@@ -23,6 +23,7 @@ from pipefit.plan.types import Job, Plan
 from pipefit.run.checkpoint.gather import gather_full
 from pipefit.run.inputs.feeding import SampleBatchSource
 from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.run.worker.state import model_pieces
 
 
@@ -123,6 +124,6 @@ def train_whole(
         feeds, divisor, _ = feeding.step_inputs(step)
         losses.append(worker.run_step(feeds, step, divisor).read_values()[0])
     feeds, divisor, _ = feeding.evaluation_inputs(0)
-    held_out = float(worker.evaluate_batch(feeds)) / divisor
+    held_out = float(LaneEvaluation(worker).run_batch(feeds)) / divisor
     whole = gather_full(model_pieces(worker, saving=True), group=cases.group_of(worker))
     return losses, {name.partition("/")[2]: t.numpy() for name, t in whole if t is not None}, held_out

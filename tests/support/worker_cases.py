@@ -22,6 +22,7 @@ from pipefit.run.inputs.feeds import make_inputs
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig, optimizer_options
 from pipefit.run.worker.build import build_worker, make_groups
+from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.run.worker.state import all_pieces, gradient_pieces, model_pieces
 from pipefit.run.worker.worker import Worker
 
@@ -177,7 +178,8 @@ def evaluate(plan: Plan, model: Model, vocabulary: int, train_first: bool) -> fl
         step_rows(plan, 0),
         torch.device("cpu"),
     )
-    return [float(worker.evaluate_batch(feeds)) for _ in range(2)][-1]
+    evaluation = LaneEvaluation(worker)
+    return [float(evaluation.run_batch(feeds)) for _ in range(2)][-1]
 
 
 def traced(plan: Plan, model: Model, vocabulary: int, pause_s: float) -> tuple[list[Any], list[str]]:

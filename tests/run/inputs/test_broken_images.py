@@ -38,6 +38,7 @@ from pipefit.run.session.rendezvous import World
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.show.record import read_run
 
 
@@ -58,7 +59,7 @@ def losses_of(index: Path, **options: Any) -> list[float]:
         fed = feeds.step_inputs(step)
         found.append(float(worker.run_step(fed.feeds, step, fed.divisor, fed.counts).loss))
     fed = feeds.evaluation_inputs(0)
-    sums = worker.evaluate_batch(fed.feeds, fed.counts)
+    sums = LaneEvaluation(worker).run_batch(fed.feeds, fed.counts)
     return [*found, float(worker.mean_loss(sums, worker.module_divisors(fed.divisor)))]
 
 

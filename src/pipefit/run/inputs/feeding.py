@@ -29,7 +29,7 @@ from pipefit.run.worker.worker import Divisors, last_stage
 
 
 class BatchInputs(NamedTuple):
-    """One step, or one batch of an evaluation, as `Worker.run_step` and `Worker.evaluate_batch` take it."""
+    """One step, or one batch of an evaluation, as `Worker.run_step` and `LaneEvaluation.run_batch` take it."""
 
     feeds: Any
     "[microbatch][slice] for all stages of the device, or one such list per stage."

@@ -46,6 +46,7 @@ from pipefit.run.stage.user_module import UserModel, first_values, load_user_mod
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.run.worker.state import MODEL, all_pieces, model_pieces
 from pipefit.run.worker.worker import StepResult, Worker
 
@@ -207,9 +208,10 @@ class TrainingRun:
         """Return the mean loss over the held-out rows (at most `eval_batches`); None if no rows are held out."""
         began = time.perf_counter()
         worker, sums, divisors = self.worker, 0.0, Counter[str]()
+        evaluation = LaneEvaluation(worker)
         for index in range(min(self.feeding.evaluation_count, self.config.eval_batches)):
             fed = self.feeding.evaluation_inputs(index)
-            sums = sums + worker.evaluate_batch(fed.feeds, fed.counts)
+            sums = sums + evaluation.run_batch(fed.feeds, fed.counts)
             divisors.update(worker.module_divisors(fed.divisor))
         if not isinstance(sums, torch.Tensor):
             return None

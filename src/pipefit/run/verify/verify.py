@@ -37,6 +37,7 @@ from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.verify.alone import alone_world
 from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.run.worker.worker import device_lane
 from pipefit.units import format_bytes
 
@@ -197,7 +198,7 @@ def work_phases(
     def evaluate_phase() -> None:
         worker, feeding = state
         fed = feeding.evaluation_inputs(0)
-        worker.evaluate_batch(fed.feeds, fed.counts)
+        LaneEvaluation(worker).run_batch(fed.feeds, fed.counts)
 
     return [("build", build_phase), ("train", train_phase), ("evaluate", evaluate_phase)]
 

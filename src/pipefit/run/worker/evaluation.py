@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.plan.types import Edge
 from pipefit.run.transfers.action_tensors import ActionTensors
 from pipefit.run.transfers.cells import Operation
 from pipefit.run.transfers.packed import Counts
@@ -24,7 +23,7 @@ class LaneEvaluation:
     subset of those in training, so evaluation cannot run out of memory if training does not.
     """
 
-    def __init__(self, worker: Worker, shape_of: Callable[[Edge, int], Sequence[int]]) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
         plan = worker.plan
         self.wiring = TransferWiring(
@@ -35,7 +34,7 @@ class LaneEvaluation:
             worker.ranks,
             worker.torch_device,
             worker.dtype,
-            shape_of,
+            worker.shape_of,
         )
         self.ends = ActionTensors(plan, self.wiring, worker.trained)
         self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F")]
@@ -50,11 +49,12 @@ class LaneEvaluation:
         self.feeds: Mapping[int, Feeds] = {}
         self.losses = torch.zeros(len(worker.loss_modules), dtype=torch.float64, device=worker.torch_device)
 
-    def run_batch(self, feeds: Mapping[int, Feeds], counts: Counts) -> Tensor:
-        """Return the summed losses over all ranks, one for each of the worker's `loss_modules`."""
-        self.feeds = feeds
+    def run_batch(self, feeds: Feeds | Mapping[int, Feeds], counts: Counts | None = None) -> Tensor:
+        """Return the summed losses of one batch over all ranks, one for each of the worker's `loss_modules`. Arguments
+        are those of `Worker.run_step`."""
+        self.feeds = self.worker.inputs_by_stage(feeds)
         self.losses.zero_()
-        self.wiring.begin_step(counts)
+        self.wiring.begin_step(counts or {})
         for operation in self.operations:
             operation()
         self.wiring.wait_for_sends()

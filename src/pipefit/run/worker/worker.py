@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from pipefit.run.update.reduce import GradientReducer
 from pipefit.schedule.actions import EVERY, Action
 from pipefit.schedule.lowering.frozen import with_backward
 from pipefit.simulate.timeline import TimelineSpan
-
-if TYPE_CHECKING:
-    from pipefit.run.worker.evaluation import LaneEvaluation
 
 Feeds = Sequence[Sequence[StageInputs]]
 """feeds[microbatch][slice] of this rank: of every unit that its stage takes, in order."""
@@ -150,9 +147,9 @@ class Worker:
         self._norm = torch.zeros((), dtype=torch.float64, device=torch_device)
         self._lr, self._count = 0.0, 0
         self._counted = [counts_in_norm(bucket, self.groups[bucket.stage], device) for bucket in buckets]
-        self._shape_of = setup.shape_of
+        self.shape_of = setup.shape_of
+        "(edge, slice) -> the shape of its hidden states."
         self._operations = self._compile_actions(self.actions)
-        self._evaluation: LaneEvaluation | None = None
 
     def run_step(
         self, feeds: Feeds | Mapping[int, Feeds], step: int, divisor: Divisors, counts: Counts | None = None
@@ -180,15 +177,6 @@ class Worker:
         self.reducer.finish_gathers()
         self._feeds = {}
         return StepResult(self.mean_loss(self._scalars[1:], by_module), self._norm.clone(), self._lr)
-
-    def evaluate_batch(self, feeds: Feeds | Mapping[int, Feeds], counts: Counts | None = None) -> Tensor:
-        """Return the summed losses of one batch, one for each of `loss_modules`, forward only; arguments as for
-        `run_step`."""
-        from pipefit.run.worker.evaluation import LaneEvaluation
-
-        if self._evaluation is None:
-            self._evaluation = LaneEvaluation(self, self._shape_of)
-        return self._evaluation.run_batch(self.inputs_by_stage(feeds), counts or {})
 
     @property
     def local_loss(self) -> Tensor:
