@@ -16,6 +16,8 @@ from tests.support.plugin_package import installed, package_environment, page_ex
 
 from pipefit.errors import ModelError, PipefitError, PluginError
 from pipefit.model.families import FAMILIES, InitialValue, ModelFamily, register_model_family
+from pipefit.model.families.build import build_layers
+from pipefit.model.families.finish import finish_layers
 from pipefit.model.registry import open_model
 from pipefit.plan.check.rules import load_plan
 from pipefit.plugins import load_plugins
@@ -177,11 +179,36 @@ def test_a_family_that_fails_is_named(toy_site: Path, installed, pipefit, fault:
     assert code == 2 and "The model family 'toy-mlp' of toy" in err and message in err, err
 
 
+def test_a_model_without_a_loss_is_refused(toy_site: Path, installed, pipefit) -> None:
+    path = toy_site / "toy_mlp" / "layers.py"
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "TokenLoss()" not in line]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    installed(toy_site, FAMILIES)
+    words = ("--cluster", "2xH100", "--batch", "8", "--seq", "16")
+    code, _, err = pipefit("plan", "--model", str(toy_site.parent / "my-model"), *words)
+    assert code == 2 and "The model has no loss." in err
+    assert "where: the last layer, head" in err and "seen: an output of shape (B, T, 256)" in err
+
+
+def test_layers_with_one_prefix_are_refused_and_a_tie_is_one_parameter(toy_site: Path, installed, pipefit) -> None:
+    path = toy_site / "toy_mlp" / "layers.py"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('f"layers.{i}."', '"layers."'), encoding="utf-8")
+    installed(toy_site, FAMILIES)
+    words = ("--cluster", "2xH100", "--batch", "8", "--seq", "16")
+    code, _, err = pipefit("plan", "--model", str(toy_site.parent / "my-model"), *words)
+    assert code == 2 and "Two parameters have one name." in err and "seen: layers.up.weight" in err
+    assert "where: layers layers.0, up.weight and layers.1, up.weight" in err
+    layers = build_layers("toy-mlp", CONFIG | {"layers": 1})
+    assert [layer.layer_name for layer in layers] == ["embed", "layers.0", "head", "loss"]
+    layers[-2].out.weight = layers[0].table.weight
+    finish_layers(layers, "meta", None)
+    assert layers[-2].parameter_names == {"out.weight": "embed.table.weight"}
+
+
 def test_the_first_parameters_have_the_initial_values_of_the_config(toy_site: Path, installed) -> None:
     installed(toy_site, FAMILIES)
     load_plugins()
-    from pipefit.model.families.build import build_layers
-
     layers = build_layers("toy-mlp", CONFIG, device="cpu")
     assert [layer.layer_name for layer in layers] == ["embed", *(f"layers.{i}" for i in range(4)), "head", "loss"]
     assert not layers[1].up.bias.any() and 0.15 < float(layers[1].up.weight.detach().std()) < 0.25
