@@ -33,7 +33,7 @@ Entry = TypeVar("Entry")
 Result = TypeVar("Result")
 
 _LOADING: ContextVar[str] = ContextVar("loading", default="")
-"""The package whose plug-in is being loaded; '' outside of `load_plugins`."""
+"""The package of the plug-in that is being loaded; '' outside of `load_plugins`."""
 
 
 @cache
@@ -109,7 +109,7 @@ class NamedRegistry(Mapping[str, Entry]):
 
 
 def loading_package() -> str:
-    """Return the package whose plug-in is being loaded, '' if none is."""
+    """Return the package of the plug-in that is being loaded, '' if none is."""
     return _LOADING.get()
 
 

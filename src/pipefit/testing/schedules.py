@@ -35,6 +35,7 @@ from pipefit.schedule.problem import looped_placement
 from pipefit.schedule.text.csv_io import from_csv, to_csv
 from pipefit.schedule.text.grid import draw_grid, grid_rows
 from pipefit.simulate import simulate_schedule
+from pipefit.testing.labelled import call_labelled, require
 
 SHAPES = (
     (1, 1, 1),
@@ -83,14 +84,14 @@ def check_schedule_family(family: ScheduleFamily) -> None:
 
 
 def check_family_fields(family: ScheduleFamily) -> None:
-    """Raise AssertionError unless the fields of the family have the types of `ScheduleFamily`, and its functions take
-    and return what they should."""
-    _require(isinstance(family, ScheduleFamily), f"a ScheduleFamily, not {type(family).__name__}")
-    _require(isinstance(family.name, str) and family.name != "", f"the name is a text, not {family.name!r}")
+    """Raise AssertionError unless the fields of the family, and the results of its functions, have the types of
+    `ScheduleFamily`."""
+    require(isinstance(family, ScheduleFamily), f"a ScheduleFamily, not {type(family).__name__}")
+    require(isinstance(family.name, str) and family.name != "", f"the name is a text, not {family.name!r}")
     for devices in range(1, 9):
         placement = _fact(family, "placement", tuple, devices)
         lanes = all(isinstance(lane, int) for lane in placement) and {*placement} == {*range(devices)}
-        _require(lanes, f"{family.name}: placement({devices}) names the lanes 0 to {devices - 1}, not {placement}")
+        require(lanes, f"{family.name}: placement({devices}) names the lanes 0 to {devices - 1}, not {placement}")
         _fact(family, "least_units", int, devices)
         _fact(family, "in_flight", int, 0, devices, 1, 2 * devices)
         _fact(family, "warm_up", int, 0, devices, 1, 2 * devices, 1)
@@ -98,7 +99,7 @@ def check_family_fields(family: ScheduleFamily) -> None:
             seconds = np.ones(1)
             idle_s = np.asarray(_fact(family, "idle", object, devices, seconds, seconds, seconds))
             numbers = idle_s.dtype.kind in "if" and bool(np.isfinite(idle_s).all())
-            _require(numbers, f"{family.name}: idle returns seconds, not {idle_s!r}")
+            require(numbers, f"{family.name}: idle returns seconds, not {idle_s!r}")
 
 
 def check_family_orders(family: ScheduleFamily, shape: tuple[int, int, int]) -> None:
@@ -112,25 +113,23 @@ def check_family_orders(family: ScheduleFamily, shape: tuple[int, int, int]) -> 
     where = f"{family.name} on {devices} devices, {microbatches} microbatches, {slices} slices"
     if microbatches * slices < family.least_units(devices):
         text = _refusal_text(family, problem, where)
-        _require(text is not None, f"{where}: builds an order with fewer units than least_units")
-        _require(f"seen: {microbatches} microbatches" in str(text), f"{where}: the error names the microbatches")
-        _require("allowed: at least" in str(text), f"{where}: the error names the minimum")
+        require(text is not None, f"{where}: builds an order with fewer units than least_units")
+        require(f"seen: {microbatches} microbatches" in str(text), f"{where}: the error names the microbatches")
+        require("allowed: at least" in str(text), f"{where}: the error names the minimum")
         return
     schedule = _build_unless_refused(family, problem, where)
     if schedule is None:
         return
-    _require(schedule.name == family.name, f"{where}: the order has the family's name, not {schedule.name!r}")
+    require(schedule.name == family.name, f"{where}: the order has the family's name, not {schedule.name!r}")
     sizes = (schedule.placement, schedule.microbatches, schedule.slices)
-    _require(sizes == (problem.placement, microbatches, slices), f"{where}: the order has the sizes of the problem")
-    _require(_build(family, problem, where) == schedule, f"{where}: a second call builds another order")
+    require(sizes == (problem.placement, microbatches, slices), f"{where}: the order has the sizes of the problem")
+    require(_build(family, problem, where) == schedule, f"{where}: a second call builds another order")
     _check_valid(schedule, where)
     lowered = lower_schedule(schedule)
-    _require(find_deadlock(lowered) is None, f"{where}: the lowered order has a deadlock")
+    require(find_deadlock(lowered) is None, f"{where}: the lowered order has a deadlock")
     for order in (schedule, lowered):
         _check_valid(order, where)
-        _require(
-            parse_lanes(format_lanes(order.lanes)) == order.lanes, f"{where}: the text of the order is parsed back"
-        )
+        require(parse_lanes(format_lanes(order.lanes)) == order.lanes, f"{where}: the text of the order is parsed back")
 
 
 def check_family_graphs(family: ScheduleFamily) -> None:
@@ -147,9 +146,7 @@ def check_family_graphs(family: ScheduleFamily) -> None:
         family, lambda count: ScheduleProblem(placement=placement, microbatches=count, edges=MODULE_EDGES), 7, where
     )
     _check_valid(schedule, where, MODULE_EDGES)
-    _require(
-        find_deadlock(lower_schedule(schedule, MODULE_EDGES)) is None, f"{where}: the lowered order has a deadlock"
-    )
+    require(find_deadlock(lower_schedule(schedule, MODULE_EDGES)) is None, f"{where}: the lowered order has a deadlock")
 
 
 def check_family_placements(family: ScheduleFamily, placement: tuple[int, ...]) -> None:
@@ -164,12 +161,12 @@ def check_family_placements(family: ScheduleFamily, placement: tuple[int, ...]) 
     except ScheduleError as error:
         if _is_refusal_of_size(error, problem, where):
             return
-        _require(placement != family.placement(max(placement) + 1), f"{where}: the family refuses its own placement")
+        require(placement != family.placement(max(placement) + 1), f"{where}: the family refuses its own placement")
         for part in ("is written for", "where: placement", "use gpipe, which takes any"):
-            _require(part in error.full_text(), f"{where}: the error says {part!r}")
+            require(part in error.full_text(), f"{where}: the error says {part!r}")
         return
     _check_valid(schedule, where)
-    _require(schedule.placement == placement, f"{where}: the order has another placement")
+    require(schedule.placement == placement, f"{where}: the order has another placement")
 
 
 def check_family_facts(family: ScheduleFamily) -> None:
@@ -201,23 +198,23 @@ def _check_lane_facts(family: ScheduleFamily, problem: ScheduleProblem) -> None:
         if problem.slices == 1:
             held = max(accumulate((kind == "F") - (kind in ("B", "I")) for kind in kinds))
             least = _fact(family, "in_flight", int, lane, lanes, turns, problem.microbatches)
-            _require(held >= least, f"{where}: in_flight is {least}, and the order holds {held}")
+            require(held >= least, f"{where}: in_flight is {least}, and the order holds {held}")
         ahead = next((index for index, kind in enumerate(kinds) if kind != "F"), len(kinds))
         warm_up = _fact(family, "warm_up", int, lane, lanes, turns, problem.microbatches, problem.slices)
-        _require(ahead >= warm_up, f"{where}: warm_up is {warm_up}, and the order runs {ahead} forwards")
-        _require(not family.fused or {*kinds} == {"F", "B"}, f"{where}: fused, and a backward is split")
+        require(ahead >= warm_up, f"{where}: warm_up is {warm_up}, and the order runs {ahead} forwards")
+        require(not family.fused or {*kinds} == {"F", "B"}, f"{where}: fused, and a backward is split")
 
 
 def check_family_text(family: ScheduleFamily) -> None:
     """Raise AssertionError unless an order survives CSV and is drawn with every action once."""
     placement, where = family.placement(8), f"{family.name} on 8 devices"
     schedule = _build_some(family, lambda count: ScheduleProblem(placement=placement, microbatches=count), 16, where)
-    _require(from_csv(to_csv(schedule), family.name) == schedule, f"{family.name}: CSV is read back")
-    _require(to_csv(lower_schedule(schedule)) == to_csv(schedule), f"{family.name}: CSV of the lowered order is equal")
+    require(from_csv(to_csv(schedule), family.name) == schedule, f"{family.name}: CSV is read back")
+    require(to_csv(lower_schedule(schedule)) == to_csv(schedule), f"{family.name}: CSV of the lowered order is equal")
     rows = [[cell for cell in row if cell.action is not None] for row in grid_rows(schedule)]
     drawn = tuple(tuple(cell.action for cell in row) for row in rows)
-    _require(drawn == schedule.lanes, f"{family.name}: the drawing has every action once, in order")
-    _require(len(draw_grid(schedule).splitlines()) == 8, f"{family.name}: the drawing has one line a lane")
+    require(drawn == schedule.lanes, f"{family.name}: the drawing has every action once, in order")
+    require(len(draw_grid(schedule).splitlines()) == 8, f"{family.name}: the drawing has one line a lane")
 
 
 def check_family_times(family: ScheduleFamily, devices: int, transfer_s: float) -> None:
@@ -230,18 +227,18 @@ def check_family_times(family: ScheduleFamily, devices: int, transfer_s: float) 
     )
     lowered = lower_schedule(computed, costs=costs)
     times_s = [simulate_schedule(order, costs).makespan_s for order in (lowered, computed)]
-    _require(times_s[0] == times_s[1], f"{where}: lowering changes the time {times_s}")
+    require(times_s[0] == times_s[1], f"{where}: lowering changes the time {times_s}")
 
 
 def _build(family: ScheduleFamily, problem: ScheduleProblem, where: str) -> Schedule:
     """Return the family's order, of the right types but unchecked. Raises ScheduleError if the family refuses."""
-    schedule = _call_labelled(f"{where}: build", family.build, problem)
-    _require(isinstance(schedule, Schedule), f"{where}: build returns {type(schedule).__name__}, not a Schedule")
+    schedule = call_labelled(f"{where}: build", family.build, problem, passes=ScheduleError)
+    require(isinstance(schedule, Schedule), f"{where}: build returns {type(schedule).__name__}, not a Schedule")
     lanes = schedule.lanes
     typed = isinstance(lanes, tuple) and all(isinstance(lane, tuple) for lane in lanes)
-    _require(typed, f"{where}: Schedule.lanes is a tuple of tuples")
+    require(typed, f"{where}: Schedule.lanes is a tuple of tuples")
     actions = all(isinstance(action, Action) for lane in lanes for action in lane)
-    _require(actions, f"{where}: Schedule.lanes holds objects that are no Action")
+    require(actions, f"{where}: Schedule.lanes holds objects that are no Action")
     return schedule
 
 
@@ -251,7 +248,7 @@ def _build_unless_refused(family: ScheduleFamily, problem: ScheduleProblem, wher
         return _build(family, problem, where)
     except ScheduleError as error:
         refused = _is_refusal_of_size(error, problem, where)
-        _require(refused, f"{where}: refused without where='microbatches' or 'slices'. {error.full_text()}")
+        require(refused, f"{where}: refused without where='microbatches' or 'slices'. {error.full_text()}")
         return None
 
 
@@ -270,29 +267,19 @@ def _is_refusal_of_size(error: ScheduleError, problem: ScheduleProblem, where: s
     """Return True if a family refuses the number of microbatches or slices, in the words of the how-to page."""
     if error.where not in ("microbatches", "slices"):
         return False
-    _require(bool(error.allowed), f"{where}: the error says what is allowed. {error.full_text()}")
-    _require(error.where != "slices" or problem.slices > 1, f"{where}: a single slice is refused")
+    require(bool(error.allowed), f"{where}: the error says what is allowed. {error.full_text()}")
+    require(error.where != "slices" or problem.slices > 1, f"{where}: a single slice is refused")
     least = problem.slices == 1 and str(error.allowed).startswith("at least")
-    _require(not least, f"{where}: least_units does not state this minimum. {error.full_text()}")
+    require(not least, f"{where}: least_units does not state this minimum. {error.full_text()}")
     return True
 
 
 def _fact(family: ScheduleFamily, field: str, returns: type, *arguments: Any) -> Any:
     """Return the result of a family's function, which has a given type."""
     call = f"{family.name}: {field}({', '.join(map(str, arguments))})"
-    value = _call_labelled(call, getattr(family, field), *arguments)
-    _require(isinstance(value, returns), f"{call} returns {value!r}, not a {returns.__name__}")
+    value = call_labelled(call, getattr(family, field), *arguments, passes=ScheduleError)
+    require(isinstance(value, returns), f"{call} returns {value!r}, not a {returns.__name__}")
     return value
-
-
-def _call_labelled(label: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function. An exception other than a ScheduleError becomes an AssertionError."""
-    try:
-        return call(*arguments)
-    except ScheduleError:
-        raise
-    except Exception as error:
-        raise AssertionError(f"{label} raises {type(error).__name__}: {error}") from error
 
 
 def _check_valid(schedule: Schedule, where: str, edges: Sequence[Edge] | None = None) -> None:
@@ -309,8 +296,3 @@ def _refusal_text(family: ScheduleFamily, problem: ScheduleProblem, where: str) 
     except ScheduleError as error:
         return error.full_text()
     return None
-
-
-def _require(condition: bool, requirement: str) -> None:
-    if not condition:
-        raise AssertionError(requirement)

@@ -1,4 +1,4 @@
-"""Operator modules during an export: each calls the custom operator `pipefit::leaf`, after a check of what it states.
+"""Operator modules during an export: each calls the custom operator `pipefit::leaf`, after a check.
 
 A mistake in an `OperatorModule` is found here, before a plan exists: a rank would report it as a missing attribute or a
 wrong number of arguments. Torch is imported inside the functions.
@@ -32,9 +32,8 @@ def replace_operator_modules(module: nn.Module) -> None:
         if not isinstance(child, OperatorModule):
             continue
         where = f"{type(child).__module__}.{type(child).__qualname__}{f' at {path}' if path else ''}"
-        kind = _check_kind(child, where)
-        attributes = _attribute_text(child, kind, where)
-        names = _check_parameters(child, where)
+        kind, values, names = check_operator_module_fields(child, where)
+        attributes = json.dumps(values, sort_keys=True)
 
         def forward(
             *args: Any,
@@ -48,6 +47,15 @@ def replace_operator_modules(module: nn.Module) -> None:
             return call_operator([*args, *map(_child.get_parameter, _names)], _kind.kind, _attributes)
 
         child.forward = forward
+
+
+def check_operator_module_fields(
+    module: OperatorModule, where: str
+) -> tuple[OperatorKind, dict[str, Any], tuple[str, ...]]:
+    """Return the kind, the attributes and the names of the parameters of a module. Raises the errors of
+    `replace_operator_modules`."""
+    kind = _check_kind(module, where)
+    return kind, _check_attributes(module, kind, where), _check_parameters(module, where)
 
 
 def _check_kind(module: OperatorModule, where: str) -> OperatorKind:
@@ -64,8 +72,8 @@ def _check_kind(module: OperatorModule, where: str) -> OperatorKind:
     )
 
 
-def _attribute_text(module: OperatorModule, kind: OperatorKind, where: str) -> str:
-    """Return the attributes of a module as JSON. Raises ModelError if the kind declares others."""
+def _check_attributes(module: OperatorModule, kind: OperatorKind, where: str) -> dict[str, Any]:
+    """Return the attributes of a module. Raises ModelError if the kind declares others."""
     attributes = module.operator_attributes()
     declared = "; ".join(f"{name}: {meaning}" for name, meaning in kind.attributes.items()) or "none"
     allowed = f"the attributes of the kind {kind.kind} ({declared}), with JSON values"
@@ -81,11 +89,12 @@ def _attribute_text(module: OperatorModule, kind: OperatorKind, where: str) -> s
             next_step=suggest_name(str(unknown[0]), kind.attributes, "declare it in OperatorKind.attributes"),
         )
     try:
-        return json.dumps(dict(attributes), sort_keys=True)
+        json.dumps(dict(attributes), sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ModelError(
             "An attribute of an operator is no JSON value.", where=where, seen=error, allowed=allowed
         ) from None
+    return dict(attributes)
 
 
 def _check_parameters(module: OperatorModule, where: str) -> tuple[str, ...]:
