@@ -23,6 +23,8 @@ from typing import Any
 from benchmarks.provenance import module_name, provenance
 from pipefit.errors import FormatError, PipefitError
 
+RESULT_FOLDER = Path(__file__).parent / "results"
+
 RESULTS = "a file that a benchmark wrote with --json, such as those in benchmarks/results"
 
 
@@ -131,3 +133,13 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: st
     """Return a Markdown table; `align` is the rule below every column but the first."""
     lines = [head, ["---"] + [align] * (len(head) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_table(columns: str, rows: Iterable[Sequence[str]], align: str = "---") -> str:
+    """Return a Markdown table; `columns` holds the titles, with ` | ` between them."""
+    return markdown_table(columns.split(" | "), rows, align).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def load_result(name: str) -> Any:
+    """Return the data of a committed result file."""
+    return read_result(RESULT_FOLDER / f"{name}.json")

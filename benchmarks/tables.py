@@ -1,4 +1,4 @@
-"""Tables of docs/results from the files of benchmarks/results, between the marks of the pages.
+"""Result tables of the documentation from the files of benchmarks/results, between the marks of the pages.
 
 python -m benchmarks.tables            write the tables into the pages
 python -m benchmarks.tables --check    exit code 1 if a page differs from its result files
@@ -12,17 +12,31 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import markdown_table, read_result
-from benchmarks.planning.published_rows import FLOAT8, read_published
+from benchmarks.design_tables import DESIGN_TABLES
+from benchmarks.harness import format_table, load_result
 from pipefit.units import format_seconds
+from pipefit.validate.published import FLOAT8, read_published
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = tuple(ROOT / "docs" / "results" / name for name in ("results.md", "validation.md"))
+PAGES = tuple(
+    ROOT / "docs" / name
+    for name in (
+        "results/results.md",
+        "results/validation.md",
+        "results/ablation.md",
+        "design/memory.md",
+        "design/placement.md",
+        "design/profiling.md",
+        "design/simulator.md",
+        "reference/schedules.md",
+        "reference/training.md",
+    )
+)
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -46,16 +60,6 @@ def main() -> int:
 def filled_page(text: str) -> str:
     """Return the page with every marked table made anew."""
     return MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark[2]]()}\n\n", text)
-
-
-def load_result(name: str) -> Any:
-    """Return the data of a result file."""
-    return read_result(ROOT / "benchmarks" / "results" / f"{name}.json")
-
-
-def format_table(columns: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; `columns` holds the titles, with ` | ` between them."""
-    return markdown_table(columns.split(" | "), rows).replace("|  |", "| |").replace("|  |", "| |")
 
 
 def planning_table() -> str:
@@ -276,46 +280,28 @@ def published_steps_table() -> str:
                 )
             )
         total = result["groups"][group]
-        rows.append((group, "all", str(total["rows"]), f"{total['mean_error']:.1%}", "", ""))
+        rows.append((group, "all", str(total["runs"]), f"{total['mean_error']:.1%}", "", ""))
     return format_table("publication, device | model | runs | mean error | bias | model left out (all devices)", rows)
 
 
 def validation_table() -> str:
-    """Return the table of published runs: (set, quantity, key of its summary, words of the page, shows constants)."""
-    time, memory = "iteration time", "peak memory"
-    lines = (
-        ("selene", time, "mean error", "iteration time, one model left out at a time: mean error", True),
-        ("selene", time, "largest error", "largest error", False),
-        ("selene", "memory by formula", "largest error",
-         "parameter and activation memory by formula: largest error", True),
-        ("gh200", time, "mean error, micro-batch 8", "iteration time, micro-batch 8: mean error", True),
-        ("gh200", time, "mean error, smaller micro-batches (apart)",
-         "iteration time, smaller micro-batches, reported apart: mean error", False),
-        ("gh200", memory, "mean error", "peak memory, 10 plans: mean error", True),
-        ("gh200", memory, "largest error below", "largest error below the measured", False),
-        ("vtrain", time, "mean error, worst quarter",
-         "iteration time, held-out keys, worst of four quarters: mean error", True),
-        ("vtrain", time, "mean error of the physical constants alone",
-         "the same with the 7 physical constants alone, mean of four quarters", "7"),
-        ("vtrain", time, "regret of the best-predicted, worst quarter",
-         "regret of the best-predicted plan, worst quarter", False),
-        ("vtrain", time, "regret of the best of five, worst quarter",
-         "regret of the best of five, worst quarter", False),
-        ("vtrain", time, "regret of the physical constants alone, mean",
-         "regret of the best-predicted plan, physical constants alone, mean", "7"),
-        ("vtrain", "iteration time, hidden 1024 to 2048", "mean error", "hidden 1024 to 2048: mean error", True),
-    )  # fmt: skip
-    results = {(result["set"], result["quantity"]): result for result in load_result("validation")["results"]}
-    rows, last = [], ""
-    for name, quantity, key, words, constants in lines:
-        result = results[name, quantity]
-        limits = [f"{100 * target['limit']:g}%" for target in result["targets"] if target["what"] == key]
-        reached = {target["what"]: target["reached"] for target in result["targets"]} | result["summary"]
-        count = str(result["fitted_constants"]) if constants is True else constants or ""
-        cells = (words, count, f"{reached[key]:.2%}", "".join(limits))
-        rows.append((f"`{name}`" if name != last else "", *cells))
-        last = name
-    return format_table("set | quantity | fitted constants | reached | target", rows)
+    """Return the errors of every group of published runs, from data sheets and with a calibration on three of them."""
+    result = load_result("published_steps")
+    rows = []
+    for name, group in result["groups"].items():
+        members = [row for row in result["rows"] if row["group"] == name]
+        ranks, calibrated = group["rank_correlation"], group["calibrated_error"]
+        fitted = sum(row["fitted"] for row in members)
+        rows.append(
+            (
+                *(members[0]["set"], name, str(group["runs"]), str(fitted) if fitted else "none"),
+                *(f"{group['mean_error']:.1%}", f"{group['bias']:+.1%}", f"{group['largest_error']:+.1%}"),
+                "" if ranks is None else f"{ranks:.2f}",
+                "" if calibrated is None else f"{calibrated:.1%} of {group['runs'] - group['calibrated_on']}",
+            )
+        )
+    columns = "set | group | runs | fitted to | mean error | bias | largest | rank correlation | calibrated on three"
+    return format_table(columns, rows)
 
 
 def local_runs_table() -> str:
@@ -436,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "terapipe": terapipe_table,
     "slices-lab": slices_lab_table,
     "program-pipelines": program_pipelines_table,
+    **DESIGN_TABLES,
 }
 
 if __name__ == "__main__":

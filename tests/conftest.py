@@ -108,14 +108,6 @@ def pipefit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-@pytest.fixture(scope="session")
-def results() -> dict[tuple[str, str], Any]:
-    """(set, quantity) -> its `pipefit.validate.records.ValidationResult`, worked out once."""
-    from pipefit.validate.sets import find_sets
-
-    return {(result.set, result.quantity): result for run in find_sets().values() for result in run()}
-
-
 _POOLS: list[Any] = []
 
 

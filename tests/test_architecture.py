@@ -317,6 +317,46 @@ def test_nothing_is_left_to_do_in_the_source() -> None:
         assert found is None, f"{path}: {found[0] if found else ''}"
 
 
+STATE_WORDS = {"none", "optimizer", "gradients", "parameters"}
+"""The values of `sharded_state`. Other fields have `none` too."""
+
+
+def state_comparisons(module: ast.Module) -> Iterator[int]:
+    """Yield the lines that compare a sharded state with a literal."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            sides = [
+                node.subject,
+                *(case.pattern.value for case in node.cases if isinstance(case.pattern, ast.MatchValue)),
+            ]
+        else:
+            continue
+        words: set[object] = set()
+        for side in sides:
+            parts = side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
+            words |= {part.value for part in parts if isinstance(part, ast.Constant)}
+        named = any(re.search(r"(state|sharded)\b", ast.unparse(side)) for side in sides)
+        if words and words <= STATE_WORDS and (named or words & {"gradients", "parameters"}):
+            yield node.lineno
+
+
+def test_only_one_file_compares_sharded_states() -> None:
+    """What a state shards is asked of the predicates in `optimizers/sharded_state.py`."""
+    lines = {module_id(path): list(state_comparisons(tree(path))) for path in MODULES}
+    assert len(lines.pop("optimizers/sharded_state.py")) >= 3, "this test must see the comparisons"
+    assert not any(lines.values()), {name: numbers for name, numbers in lines.items() if numbers}
+
+
+def test_the_check_sees_every_kind_of_comparison() -> None:
+    text = (
+        'a = stage.sharded_state == "none"\nb = held(x) in ("gradients", "parameters")\nc = recompute == "none"\n'
+        'd = "optimizer" != share.state\nmatch state:\n    case "parameters": pass\n'
+    )
+    assert sorted(state_comparisons(ast.parse(text))) == [1, 2, 4, 5]
+
+
 def commands() -> list[str]:
     names = [entry.name for entry in pkgutil.iter_modules([str(SOURCE / "cli")])]
     return sorted(name for name in names if hasattr(importlib.import_module(f"pipefit.cli.{name}"), "command"))

@@ -97,7 +97,7 @@ def survey(truth: Truth, count: int) -> tuple[Record, ModelRecorder]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(completion, "_hide_pairs", recorder.hide_pairs))
         stack.enter_context(mock.patch.object(adaptive, "complete_links", recorder.complete_links))
-        if count <= adaptive.SMALL:
+        if count <= adaptive.ALL_PAIRS_HOSTS:
             samples, rounds = tournament(truth)
             table = tabulate_samples(samples.samples, range(count))
             shape = recorder.complete_links(table.select_size(len(table.sizes_bytes) - 1)).shape

@@ -80,7 +80,7 @@ def measure(file: LabFile, seconds: float) -> dict[str, Any]:
     }
 
 
-def crowds(file: LabFile) -> list[tuple[list[streams.Pair], float]]:
+def crowds(file: LabFile) -> list[tuple[list[streams.StreamPair], float]]:
     """Streams that fill one thing together, and the even share of each: a port out, a port in, a rack's way up."""
     rates = network.rates_of(file)
     everyone = range(len(rates.pair))
@@ -97,7 +97,7 @@ def crowds(file: LabFile) -> list[tuple[list[streams.Pair], float]]:
 
 
 def contention(
-    hosts: streams.HostStreams, pairs: Sequence[streams.Pair], share: float, seconds: float
+    hosts: streams.HostStreams, pairs: Sequence[streams.StreamPair], share: float, seconds: float
 ) -> dict[str, Any]:
     """What streams achieve that should share something evenly."""
     achieved = hosts.measure_rates(pairs, seconds)

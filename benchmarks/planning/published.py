@@ -1,11 +1,11 @@
 """Whether published configurations can be pinned with `--fix`, in 2 s, and whether the free plan is at least as fast.
 
-Every row of `benchmarks/data/published_configurations.json` becomes a model, a cluster, a job and the `--fix` options
-of its degrees. The pinned plan is made twice; the processor time of the second call counts, because the first one may
-compile. Then the free plan of the same request is made, once for all rows that share it. A run passes if every pinned
-plan, or its refusal, takes at most 2 s, no pinned step is shorter than the free one by more than 0.5 %, and no plan
-fails an assertion. Rows that cannot be expressed are listed with the missing axis; free plans that were not made are
-listed as skipped.
+Every row of `pipefit/validate/data/published_configurations.json` becomes a model, a cluster, a job and the `--fix`
+options of its degrees. The pinned plan is made twice; the processor time of the second call counts, because the first
+one may compile. Then the free plan of the same request is made, once for all rows that share it. A run passes if every
+pinned plan, or its refusal, takes at most 2 s, no pinned step is shorter than the free one by more than 0.5 %, and no
+plan fails an assertion. Rows that cannot be expressed are listed with the missing axis; free plans that were not made
+are listed as skipped.
 
     python -m benchmarks.planning.published [--quick] [--only sc21] [--max-devices N] [--json PATH]
 """
@@ -29,16 +29,6 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, earlier_result, run_benchmark
-from benchmarks.planning.published_rows import (
-    PublishedFile,
-    PublishedRow,
-    approximations,
-    cluster_of,
-    constraint_texts,
-    model_source,
-    published_step_s,
-    read_published,
-)
 from pipefit.errors import DoesNotFitError, PipefitError
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model, resolve_model
@@ -46,6 +36,17 @@ from pipefit.plan.make import make_plan
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, parse_constraints
 from pipefit.plan.types import Plan
 from pipefit.units import format_seconds
+from pipefit.validate.published import (
+    FLOAT8,
+    PublishedFile,
+    PublishedRow,
+    cluster_of,
+    constraint_texts,
+    model_source,
+    network_of,
+    published_step_s,
+    read_published,
+)
 
 LIMIT_S = 2.0
 """Processor seconds of a pinned plan."""
@@ -113,6 +114,16 @@ def main() -> int:
     parser.add_argument("--pinned-limit", type=float, default=120, help="processor seconds of a pinned plan at most")
     parser.add_argument("--free-limit", type=float, default=600, help="processor seconds of a free plan at most")
     return run_benchmark(parser, measure_all)
+
+
+def approximations(row: PublishedRow, file: PublishedFile) -> tuple[str, ...]:
+    """Return the differences between a row and its request."""
+    notes = []
+    if row.precision not in ("bfloat16", "float16", "float8"):
+        notes.append(f"{row.precision} as {'float8' if row.precision in FLOAT8 else 'bfloat16'}")
+    if row.hosts > 1 and row.network is None:
+        notes.append(f"network of {network_of(row)} a host assumed")
+    return tuple(notes)
 
 
 def measure_all(arguments: Namespace) -> Outcome:

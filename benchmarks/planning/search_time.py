@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
-from benchmarks.planning.published_rows import read_published, write_model
 from pipefit.cluster import Cluster, open_cluster
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.model.registry import open_model
 from pipefit.plan import make
 from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
+from pipefit.validate.published import read_published, write_model
 
 SEED, BANDWIDTH_SIGMA, LATENCY_SIGMA = 1, 0.35, 0.2
 

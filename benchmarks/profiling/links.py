@@ -30,7 +30,7 @@ from pipefit.profile.completion import complete_links
 from pipefit.profile.config import TINY
 from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
 from pipefit.profile.links import LinkSurvey, RoundOutcome, survey_pairs
-from pipefit.profile.tournament import Pair, shuffle_members, shuffle_rounds
+from pipefit.profile.tournament import HostPair, shuffle_members, shuffle_rounds
 
 DATA = Path(__file__).parents[1] / "data"
 HOSTS = (16, 64, 256)
@@ -121,11 +121,11 @@ def _truth(name: str, nominal: Matrix, random: np.random.Generator, own: float =
     return Truth(name, nominal * np.exp(random.normal(0.0, own, nominal.shape)), nominal)
 
 
-def measure_of(truth: Truth, seed: int) -> Callable[[Sequence[Pair], int], RoundOutcome]:
+def measure_of(truth: Truth, seed: int) -> Callable[[Sequence[HostPair], int], RoundOutcome]:
     """Round trips with noise; each round as a whole fast or slow."""
     random = np.random.default_rng(seed)
 
-    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         factor = np.exp(random.normal(0.0, ORDER) + random.normal(0.0, NOISE, len(pairs)))
         return RoundOutcome(
             {

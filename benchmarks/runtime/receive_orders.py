@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Outcome, TextTable, benchmark_parser, markdown_table, read_result, run_benchmark
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.processes.paced import uneven_times
 from benchmarks.runtime.sides import computed, our_lowering
 from benchmarks.runtime.stock_order import posted_beforehand, replay, stock_lanes
@@ -35,15 +35,11 @@ TABLE = TextTable(
 
 def main() -> int:
     parser = benchmark_parser(__doc__, quick="four devices, three seeds")
-    parser.add_argument("--table", help="print the table of a result file, replay nothing")
     return run_benchmark(parser, measure_all)
 
 
 def measure_all(arguments: Namespace) -> Outcome:
-    """Replay all instances, or print the table of a result."""
-    if arguments.table:
-        print(markdown(read_result(arguments.table)["rows"]))
-        return Outcome()
+    """Replay all instances."""
     seeds = range(3 if arguments.quick else SEEDS)
     print("PyTorch's step time over ours, mean (least to most) of all instances")
     TABLE.print_head()
@@ -90,17 +86,6 @@ def print_row(row: dict[str, Any]) -> None:
     cells = (f"{row[r]['mean']:.3f} ({row[r]['least']:.3f} to {row[r]['most']:.3f})" for r in ("gloo", "nccl"))
     share, posted = f"{row['transfer_share']:.2f}", f"{row['posted']:.3f}"
     TABLE.print_row(row["schedule"], row["devices"], share, *cells, posted)
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The mean ratio of every schedule by transfer: by gloo's rule, and by NCCL's."""
-    columns = sorted({(row["devices"], row["transfer_share"]) for row in rows})
-    found = {(row["schedule"], row["devices"], row["transfer_share"]): row for row in rows}
-    lines = []
-    for name in dict.fromkeys(row["schedule"] for row in rows):
-        cells = (found[name, *column] for column in columns)
-        lines.append([f"`{name}`", *(f"{cell['gloo']['mean']:.3f}, {cell['nccl']['mean']:.3f}" for cell in cells)])
-    return markdown_table(["schedule", *(f"d = {d}, transfer {share:g}" for d, share in columns)], lines)
 
 
 if __name__ == "__main__":

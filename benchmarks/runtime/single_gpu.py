@@ -48,7 +48,7 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job
 from pipefit.precision import Precision
 from pipefit.run.session.metrics import find_peak
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 
@@ -253,7 +253,9 @@ def stage_way(model: Model, shape: Shape) -> Callable[[], torch.Tensor]:
     """A training step through pipefit's stage program."""
     layers = [StageLayer(layer.name, model.layer_graph(layer), layer.parameters) for layer in model.layers]
     backend = None if shape.device.type == "cpu" else shape.backend
-    program = StageProgram(layers, recompute=shape.recompute, device=shape.device, dtype=shape.dtype, backend=backend)
+    program = StageProgram(
+        layers, StageSetup(recompute=shape.recompute, device=shape.device, dtype=shape.dtype, backend=backend)
+    )
     initialise(dict(program.parameters))
     buffers, update = optimizers(dict(program.parameters))
     program.bind_gradients(buffers)

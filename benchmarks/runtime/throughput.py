@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.harness import Outcome, TextTable, benchmark_parser, markdown_table, read_result, run_benchmark
+from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.processes.paced import Pace, be_punctual, uneven_times
 from benchmarks.processes.ratios import paired_ratio
 from benchmarks.processes.shaped import Host, cannot_shape, loopback_hosts, shaped_hosts
@@ -68,17 +68,13 @@ TABLE = TextTable(
 def main() -> int:
     parser = benchmark_parser(__doc__, quick="two schedules, three short pairs each")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of steps per comparison")
-    parser.add_argument("--table", help="print the table of a result file, measure nothing")
     parser.add_argument("--rank", type=int, help=SUPPRESS)
     return run_benchmark(parser, measure_all)
 
 
 def measure_all(arguments: Namespace) -> Outcome:
-    """Measure all schedules, print the table of a result, or be one of the ranks."""
+    """Measure all schedules, or be one of the ranks."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    if arguments.table:
-        print(markdown(read_result(arguments.table)["cases"]))
-        return Outcome()
     if arguments.rank is not None:
         rank_main(arguments.rank, json.loads(sys.stdin.read()))
         return Outcome()
@@ -329,26 +325,6 @@ def print_row(case: dict[str, Any]) -> None:
         f"{expected['gloo']:.3f}", f"{expected['nccl']:.3f}",
         note="" if case["gradients_agree"] else "  GRADIENTS DIFFER",
     )  # fmt: skip
-
-
-def markdown(cases: list[dict[str, Any]]) -> str:
-    """The mean ratio of every schedule by devices and transfer, with the least and the most of its instances."""
-    columns = sorted({(case["devices"], case["transfer_share"]) for case in cases})
-    rows = list(dict.fromkeys((case["schedule"], case["own_class"]) for case in cases))
-    lines = []
-    for name, own_class in sorted(rows):
-        cells = []
-        for column in columns:
-            here = [
-                case["ratio"]
-                for case in cases
-                if (case["schedule"], case["own_class"]) == (name, own_class)
-                and (case["devices"], case["transfer_share"]) == column
-            ]
-            cells.append(f"{statistics.geometric_mean(here):.3f} ({min(here):.3f} to {max(here):.3f})" if here else "")
-        lines.append([f"`{name}`", own_class or "CSV", *cells])
-    head = ["schedule", "PyTorch's", *(f"d = {d}, transfer {share:g}" for d, share in columns)]
-    return markdown_table(head, lines)
 
 
 if __name__ == "__main__":

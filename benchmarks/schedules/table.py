@@ -1,21 +1,12 @@
-"""The tables of docs/reference/schedules.md, from the result of benchmarks/schedules/fit.py.
-
-python -m benchmarks.schedules.table                                         print them
-python -m benchmarks.schedules.table --write docs/reference/schedules.md     put them between the page's two marks
-"""
+"""The tables of docs/reference/schedules.md, from the result of benchmarks/schedules/fit.py (`benchmarks.tables`)."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import markdown_table, read_result
+from benchmarks.harness import markdown_table
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "schedules.json"
-BEGIN, END = "<!-- from benchmarks/results/schedules.json -->", "<!-- end -->"
 TITLES = {
     "textbook": "Memory F +1, I 0, W -1: bubble of the busiest device",
     "runtime": "Memory as our runtime has it, in what F keeps",
@@ -23,27 +14,6 @@ TITLES = {
     "devices": "16 devices, 48 microbatches",
 }
 """Parts of the result that are tables, and what they are called."""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--result", default=RESULT, type=Path, help="what benchmarks/schedules/fit.py wrote")
-    parser.add_argument("--write", metavar="PAGE", type=Path, help="a page with the two marks")
-    arguments = parser.parse_args()
-    text = tables(read_result(arguments.result))
-    if arguments.write is None:
-        print(text)
-        return
-    page = arguments.write.read_text(encoding="utf-8")
-    arguments.write.write_text(replaced(page, text), encoding="utf-8")
-
-
-def replaced(page: str, text: str) -> str:
-    """The page with `text` between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"the page lacks {BEGIN} ... {END}"
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -92,7 +62,3 @@ def in_words(random: dict[str, Any]) -> str:
 
 def percent(share: float | None, nothing: str = "nothing") -> str:
     return nothing if share is None else f"{share:.1%}"
-
-
-if __name__ == "__main__":
-    main()

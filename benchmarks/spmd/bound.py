@@ -90,11 +90,11 @@ class Below(ChainSearch):
             if spec.trainable and spec.name not in elsewhere
         }
 
-        def moved(toll: ConversionCost | None) -> ConversionCost | None:
-            if toll is None:
+        def moved(conversion: ConversionCost | None) -> ConversionCost | None:
+            if conversion is None:
                 return None
-            seconds = 0.0 if toll.earlier != WHOLE_CUT else self.rows_weight * toll.conversion_s(fractions)
-            return replace(toll, line=(seconds, 0.0), ahead=(), back=())
+            seconds = 0.0 if conversion.earlier != WHOLE_CUT else self.rows_weight * conversion.conversion_s(fractions)
+            return replace(conversion, line=(seconds, 0.0), ahead=(), back=())
 
         def computed(way: OpenOption, early: bool, between_s: float) -> OpenOption:
             ahead, *back = (self._mean_s(lines, way.cut) for lines in way.passes or ((), (), ()))
@@ -105,7 +105,7 @@ class Below(ChainSearch):
                 way,
                 passes=(once, nothing, nothing),
                 once_s=way.once_s + between_s if early else 0.0,
-                toll=moved(way.toll),
+                reduction=moved(way.reduction),
                 talk=moved(way.talk),
             )
 
@@ -114,8 +114,10 @@ class Below(ChainSearch):
             early = place <= turn if place >= 0 else early  # a parameter is with the first operator that reads it
             between_s = summed_s.get(layer.values[step.output], 0.0)
             steps.append(replace(step, ways=tuple(computed(way, early, between_s) for way in step.ways)))
-        tolls = tuple({move: moved(toll) for move, toll in each.items()} for each in template.tolls)
-        return replace(layer, template=replace(template, steps=tuple(reversed(steps)), tolls=tolls))
+        conversions = tuple(
+            {move: moved(conversion) for move, conversion in each.items()} for each in template.conversion_costs
+        )
+        return replace(layer, template=replace(template, steps=tuple(reversed(steps)), conversion_costs=conversions))
 
     def _mean_s(self, lines: Sequence[Lines], cut: int) -> float:
         """The least mean over all devices of a pass, over all shares."""

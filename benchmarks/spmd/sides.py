@@ -27,8 +27,8 @@ Allowed = Callable[[PricedLayer, str, bool, int], bool]
 
 def rows_only(layer: PricedLayer, name: str, parameter: bool, form: int) -> bool:
     """Data parallelism: activations by rows, parameters whole."""
-    if form in (frontier.WHOLE, frontier.PARTIAL):
-        return not parameter or form == frontier.WHOLE
+    if form in (frontier.REPLICATED, frontier.PARTIAL):
+        return not parameter or form == frontier.REPLICATED
     return not parameter and is_split(form) and "B" in str(layer.shapes[name][form - 2])
 
 
@@ -36,18 +36,18 @@ def fully_sharded(layer: PricedLayer, name: str, parameter: bool, form: int) -> 
     """FSDP: the same, parameters stored split along their first dimension that can be."""
     if not parameter:
         return rows_only(layer, name, parameter, form)
-    return form in (frontier.WHOLE, stored(layer, name))
+    return form in (frontier.REPLICATED, stored(layer, name))
 
 
 def stored(layer: PricedLayer, name: str) -> int:
     """The form in which FSDP stores a parameter."""
     able = [dim for dim in range(len(layer.shapes[name])) if (name, dim) in layer.cuts]
-    return frontier.form_number_along(able[0]) if able else frontier.WHOLE
+    return frontier.form_number_along(able[0]) if able else frontier.REPLICATED
 
 
 def no_rows(layer: PricedLayer, name: str, parameter: bool, form: int) -> bool:
     """Tensor parallelism: anything but rows, and no parameter gathered."""
-    return form in (frontier.WHOLE, frontier.PARTIAL) or (
+    return form in (frontier.REPLICATED, frontier.PARTIAL) or (
         is_split(form) and (parameter or "B" not in str(layer.shapes[name][form - 2]))
     )
 
@@ -70,7 +70,7 @@ def everything(layer: PricedLayer, name: str, parameter: bool, form: int) -> boo
 
 def is_split(form: int) -> bool:
     """Whether a form's number is that of a split."""
-    return form >= 2 and form != frontier.ALIKE
+    return form >= 2 and form != frontier.EVERYWHERE
 
 
 @dataclass
@@ -94,8 +94,12 @@ class Side(ChainSearch):
 
         def kept(value: int) -> int:
             name = layer.values[value]
-            spread = [toll for toll in layer.template.tolls[value] if toll[0] == stored(layer, name)]
-            return stored(layer, name) if spread else frontier.WHOLE
+            spread = [
+                conversion
+                for conversion in layer.template.conversion_costs[value]
+                if conversion[0] == stored(layer, name)
+            ]
+            return stored(layer, name) if spread else frontier.REPLICATED
 
         steps, picks = [], []
         for step, each in zip(layer.template.steps, layer.picks, strict=True):
@@ -108,17 +112,21 @@ class Side(ChainSearch):
             ]
             steps.append(replace(step, ways=tuple(step.ways[place] for place in keep)))
             picks.append(tuple(each[place] for place in keep))
-        tolls = tuple(
+        conversions = tuple(
             {
-                move: toll
-                for move, toll in tolls.items()
+                move: conversion
+                for move, conversion in conversions.items()
                 if may(value, move[0])
                 and may(value, move[1])
                 and (self.gathers or layer.values[value] not in parameters)
             }
-            for value, tolls in enumerate(layer.template.tolls)
+            for value, conversions in enumerate(layer.template.conversion_costs)
         )
-        return replace(layer, template=replace(layer.template, steps=tuple(steps), tolls=tolls), picks=tuple(picks))
+        return replace(
+            layer,
+            template=replace(layer.template, steps=tuple(steps), conversion_costs=conversions),
+            picks=tuple(picks),
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ def timed(model: Any, setting: Any, found: SynthesizedProgram, between_s: float 
             size = 0
             if spec is not None and spec.trainable:
                 size = element_count(spec.shape, {}) * GRADIENT_BYTES[setting.precision]
-            own = size if way.gives == frontier.WHOLE else 0
+            own = size if way.gives == frontier.REPLICATED else 0
             backward_s = max(way.backward_s(fractions, kind) for kind in kinds)
             compute_s += backward_s + max(way.forward_s(fractions, kind) for kind in kinds)
             pieces.append((float(size if between_s else own), backward_s))

@@ -16,6 +16,7 @@ from argparse import Namespace
 from typing import Any
 
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
+from pipefit.run.stage.program import StageSetup
 
 LIMIT = 0.02
 """The most that count and measurement may differ."""
@@ -75,7 +76,7 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
         for layer in model.layers
         if layer.name in ("head", "loss")
     ]
-    program = StageProgram(layers, dtype=getattr(torch, dtype), slices=slices)
+    program = StageProgram(layers, StageSetup(dtype=getattr(torch, dtype), slices=slices))
     program.bind_gradients({name: torch.zeros_like(value) for name, value in program.parameters.items()})
     program.begin_step(0, rows * tokens)
     assert tokens % slices == 0, "equal slices"

@@ -15,7 +15,7 @@ from tests.support.lab_toys import lab_path, needs_lab, toy_cluster, toy_lab
 from pipefit.lab import check, lifecycle, network
 from pipefit.lab.lifecycle import Lab
 from pipefit.lab.spec import HostPort, LabFile, RackUplink
-from pipefit.lab.streams import HostStreams, Pair, open_streams
+from pipefit.lab.streams import HostStreams, StreamPair, open_streams
 
 FOUR = toy_cluster(4, 1, rate=lambda a, b: 4e6 + 1e6 * a + 5e5 * b)
 RACKS = (
@@ -96,7 +96,7 @@ def hosts_of(folder: Path, lab: LabFile) -> Iterator[HostStreams]:
         yield hosts
 
 
-def together(hosts: HostStreams, pairs: list[Pair], allowed: float) -> float:
+def together(hosts: HostStreams, pairs: list[StreamPair], allowed: float) -> float:
     """The share of what is allowed that these streams carry together, at the best of eight times: other work on the
     machine only ever takes away."""
     most = 0.0

@@ -230,10 +230,10 @@ def test_bounds_are_those_of_the_exact_rows() -> None:
     constraints = parse_constraints([*pins, "recompute=none"], 16)
     context = PlannerContext(many_experts(), parse_spec("8xH100"))
     cutter = context.layer_cutter
-    for panel in list_base_grids(context, job, constraints):
-        bounds = LowerBounds(cutter, job, slicer_of(cutter, job, constraints)).bound_grid(panel)
-        exact = cutter.stage_rows(job, panel.decisions_at(0))[0]
-        assert panel.program == ("megatron-sp/ep2", (1, 1))
+    for grid in list_base_grids(context, job, constraints):
+        bounds = LowerBounds(cutter, job, slicer_of(cutter, job, constraints)).bound_grid(grid)
+        exact = cutter.stage_rows(job, grid.decisions_at(0))[0]
+        assert grid.program == ("megatron-sp/ep2", (1, 1))
         assert bounds.lane_forward_s.max() == pytest.approx(exact.forward_s.sum())
 
 

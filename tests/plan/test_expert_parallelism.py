@@ -173,9 +173,9 @@ def test_bounds_of_uneven_replicas_hold_for_any_number_of_devices() -> None:
     constraints = parse_constraints([*pins, "recompute=none"])
     context = PlannerContext(many_experts(), parse_spec("6xH100"))
     cutter = context.layer_cutter
-    panel = list_base_grids(context, job, constraints)[0]
-    bounds = LowerBounds(cutter, job, slicer_of(cutter, job, constraints)).bound_grid(panel)
-    exact = cutter.stage_rows(job, panel.decisions_at(0))[0]
+    grid = list_base_grids(context, job, constraints)[0]
+    bounds = LowerBounds(cutter, job, slicer_of(cutter, job, constraints)).bound_grid(grid)
+    exact = cutter.stage_rows(job, grid.decisions_at(0))[0]
     assert cutter.rows_of(job, 1, (5, 4)) == (15, 12)
     assert bounds.lane_forward_s.max() <= exact.forward_s.sum() * (1 + 1e-9)
 

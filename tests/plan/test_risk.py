@@ -14,7 +14,7 @@ from tests.support.plan_toys import toy_model
 from benchmarks.plain_devices import plain_spec
 from pipefit.cluster import Cluster, save_cluster_file
 from pipefit.codec import content_digest, dump_text
-from pipefit.cost.memory.correction import PARTS, MemoryRun
+from pipefit.cost.memory.correction import PEAK_PARTS, MemoryRun
 from pipefit.cost.memory.correction_file import MemoryFacts, learn_facts
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
@@ -38,7 +38,7 @@ def facts(factor: float = 1.0, noise: float = 0.01, kind: str = KIND) -> MemoryF
     runs = []
     for plan in range(20):
         unit = float(10 ** random.uniform(3, 6))
-        parts = {name: unit * float(10 ** random.uniform(-1.5, 1)) for name in PARTS} | {
+        parts = {name: unit * float(10 ** random.uniform(-1.5, 1)) for name in PEAK_PARTS} | {
             "workspace": float(WORKSPACE_BYTES)
         }
         measured = factor * (sum(parts.values()) - WORKSPACE_BYTES) * float(np.exp(random.normal(0, noise)))
@@ -98,7 +98,7 @@ def test_no_mix_of_parts_reaches_beyond_the_first_limit() -> None:
     reach = analytic_limit_bytes(correction, limit, 0.05)
     for _ in range(100):
         sizes = random.dirichlet(np.ones(6)) * (reach * 1.001 - WORKSPACE_BYTES)
-        parts = dict(zip(PARTS, [*sizes.tolist(), float(WORKSPACE_BYTES)], strict=True))
+        parts = dict(zip(PEAK_PARTS, [*sizes.tolist(), float(WORKSPACE_BYTES)], strict=True))
         assert correction.estimate_rank(parts).oom_probability(limit) > 0.05
 
 

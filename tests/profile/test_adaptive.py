@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipefit.cost.types import Array
 from pipefit.profile.adaptive import AdaptiveSurvey
 from pipefit.profile.classes import find_classes, split_values
 from pipefit.profile.config import TINY
-from pipefit.profile.effects import Array
 from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
 from pipefit.profile.links import LinkSample, LinkSurvey, RoundOutcome, survey_pairs
-from pipefit.profile.tournament import Pair, shuffle_members, shuffle_rounds
+from pipefit.profile.tournament import HostPair, shuffle_members, shuffle_rounds
 
 LARGE = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def network(time_s: Array, noise: float = 0.02, seed: int = 0):  # type: ignore[
     """A `measure` over these times, with noise and rounds that are slow as a whole."""
     draw = np.random.default_rng(seed)
 
-    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         moment = draw.normal(0, noise)
         exact = (lambda a, b: 1e-6) if size == TINY else (lambda a, b: float(time_s[a, b]))
         return RoundOutcome({(a, b): exact(a, b) * float(np.exp(moment + draw.normal(0, noise))) for a, b in pairs})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipefit.cost.types import Array
 from pipefit.profile.completion import complete_links
 from pipefit.profile.config import TINY
-from pipefit.profile.effects import Array, EffectTerm, fit_effects
+from pipefit.profile.effects import EffectTerm, fit_effects
 from pipefit.profile.estimate import PairTimes, pair_times, tabulate_samples
 from pipefit.profile.links import LinkSample
 from pipefit.profile.tournament import shuffle_members

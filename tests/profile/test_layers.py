@@ -17,7 +17,7 @@ from pipefit.profile.calibrate import add_ratios, fit_efficiency
 from pipefit.profile.facts import LAYER_DTYPES
 from pipefit.profile.layer_phase import distinct_layers, layer_curve
 from pipefit.profile.layers import (
-    ACTIONS,
+    PROFILED_ACTIONS,
     LayerBench,
     PointSamples,
     ProfiledLayer,
@@ -159,7 +159,7 @@ def test_a_visit_leaves_nothing_of_the_earlier_slices_behind() -> None:
 
 
 def visit(*calls: tuple[float, float]) -> Visit:
-    return dict.fromkeys(ACTIONS, calls)
+    return dict.fromkeys(PROFILED_ACTIONS, calls)
 
 
 def test_time_that_other_work_took_does_not_count() -> None:
@@ -212,7 +212,7 @@ def test_points_that_do_not_fit_in_memory_are_left_out(monkeypatch: pytest.Monke
 
 def test_overhead_is_that_of_an_action_not_of_a_layer() -> None:
     found = action_overhead("float32", CPU, rounds=3)
-    assert set(found) == set(ACTIONS)
+    assert set(found) == set(PROFILED_ACTIONS)
     tiny = LayerBench(ProfiledLayer(attention_layer(), "toy", "float32"), CPU)
     sample = PointSamples(0, WorkPoint(1, 1))
     survey_points([tiny], [sample], 3, window_s=0.005)

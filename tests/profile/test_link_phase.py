@@ -19,7 +19,7 @@ from pipefit.profile.config import SIZES, ProfileConfig
 from pipefit.profile.links import RoundOutcome
 from pipefit.profile.partial import PartialFile, load_partial, partial_path
 from pipefit.profile.state import ProfileSession
-from pipefit.profile.tournament import Pair
+from pipefit.profile.tournament import HostPair
 
 
 class Board:
@@ -59,7 +59,7 @@ def profile(
         def __init__(self, board: Any, device: Any) -> None:
             pass
 
-        def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
+        def measure(self, pairs: Sequence[HostPair], size: int) -> RoundOutcome:
             calls[0] += 1
             lost = {}
             if calls[0] >= dies[1] and any(dies[0] in pair for pair in pairs):

@@ -12,7 +12,7 @@ from tests.support.profile_toys import Simulated
 from pipefit.profile.config import SIZES, TINY
 from pipefit.profile.estimate import pair_times
 from pipefit.profile.links import LinkSurvey, RoundOutcome, latency_and_bandwidth, survey_pairs
-from pipefit.profile.tournament import Pair, parallel_tournaments, round_robin, shuffle_members, shuffle_rounds
+from pipefit.profile.tournament import HostPair, parallel_tournaments, round_robin, shuffle_members, shuffle_rounds
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16])
@@ -90,9 +90,9 @@ def test_equal_links_that_get_slower_meanwhile_are_called_unrepeatable_not_diffe
 
 
 def test_every_repetition_goes_through_the_jobs_in_another_order() -> None:
-    seen: list[tuple[Pair, int]] = []
+    seen: list[tuple[HostPair, int]] = []
 
-    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         seen.append((pairs[0], size))
         return RoundOutcome(dict.fromkeys(pairs, 1e-5))
 

@@ -17,12 +17,12 @@ from pipefit.profile.sharing import (
     measure_ports,
     measure_uplinks,
 )
-from pipefit.profile.tournament import Pair, shuffle_members, thin_rounds
+from pipefit.profile.tournament import HostPair, shuffle_members, thin_rounds
 
 SIZE = 2**20
 
 
-def rates_of(network: Contended) -> dict[Pair, float]:
+def rates_of(network: Contended) -> dict[HostPair, float]:
     count = range(network.count)
     return {(a, b): network.rate([(a, b)])[a, b] for a in count for b in count if a != b}
 
@@ -42,7 +42,7 @@ def test_one_pair_alone_is_never_a_crowd_and_one_disturbance_makes_none() -> Non
     network = Contended(8)
     calls = []
 
-    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         calls.append(pairs)
         found = network.measure(pairs, size)
         slow = 3.0 if len(calls) % 17 == 0 else 1.0
@@ -125,7 +125,7 @@ def test_what_short_messages_gain_is_not_ascribed_to_a_port() -> None:
     """A network that lets the first 50 kB of every message through for nothing, and messages of 250 kB."""
     network = Contended(4, port=1e9)
 
-    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         return network.measure(pairs, size - 50_000)
 
     out, into = measure_ports(choose_hubs(range(4), rates_of(network)), rates_of(network), 250_000, 3, measure)
@@ -178,7 +178,7 @@ def test_uplinks_for_more_than_half_of_a_racks_hosts_are_found(count: int, rack:
 def test_hosts_that_share_nothing_or_enough_are_in_no_class(network: Contended) -> None:
     calls = []
 
-    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         calls.append(sorted(pairs))
         return network.measure(pairs, size)
 
@@ -192,7 +192,7 @@ def test_ports_that_do_not_send_and_receive_at_once_are_no_racks() -> None:
     """Half of the rate each way when both are in use: everybody is slower, nobody belongs together."""
     network = Contended(12)
 
-    def measure(pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         return RoundOutcome({pair: 2 * time_s for pair, time_s in network.measure(pairs, size).round_trip_s.items()})
 
     assert find_flooded(range(12), rates_of(network), SIZE, measure) == {}

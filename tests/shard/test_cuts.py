@@ -6,7 +6,7 @@ import pytest
 
 from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
 from pipefit.shard.cuts import DIMENSIONS, cut_units
-from pipefit.shard.frontier import ALIKE, form_number_along
+from pipefit.shard.frontier import EVERYWHERE, form_number_along
 from pipefit.shard.recipe import parse_recipe, write_program
 
 
@@ -26,7 +26,7 @@ def reshaped(before, after):
 def test_dimensions_that_the_search_has_no_form_for_stay_whole():
     units = cut_units(reshaped(("B", 4096), ("B", 4, 4, 4, 2, 2, 4, 4)))
     assert {dim for name, dim in units if name == "z"} == set(range(DIMENSIONS))
-    assert form_number_along(DIMENSIONS - 1) == ALIKE
+    assert form_number_along(DIMENSIONS - 1) == EVERYWHERE
 
 
 def test_units_divide_every_dimension_that_is_tied():

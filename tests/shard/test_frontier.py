@@ -83,7 +83,7 @@ def test_several_starts_and_ends_in_one_pass():
 def test_two_steps_with_too_many_ways_are_not_joined(monkeypatch):
     """The search over states alone gives the same."""
     costs = [solve_program(random_problem(seed, 9, values=2)) for seed in range(40)]
-    monkeypatch.setattr(joining, "WIDEST", 0)
+    monkeypatch.setattr(joining, "MAX_OPTION_PAIRS", 0)
     assert any(found is not None for found in costs)
     for seed, found in enumerate(costs):
         alone = solve_program(random_problem(seed, 9, values=2))
@@ -105,8 +105,10 @@ def test_a_conversion_is_paid_once_for_all_that_read_it():
 def test_a_form_on_the_way_is_used_again():
     """P to G1 to I costs more than P to I, and is right where G1 is wanted as well."""
     steps = (PricedStep((0,), 1, (PricedOption((0,), 0, 0.0),)), PricedStep((0,), 2, (PricedOption((3,), 0, 0.0),)))
-    tolls = {(1, 0): 2.0, (1, 3): 1.5, (3, 0): 1.0}
-    found = solve_program(FormProblem(steps=steps, conversions=(tolls, {}, {}), given={0: 1}, wanted={1: 0, 2: 0}))
+    conversions = {(1, 0): 2.0, (1, 3): 1.5, (3, 0): 1.0}
+    found = solve_program(
+        FormProblem(steps=steps, conversions=(conversions, {}, {}), given={0: 1}, wanted={1: 0, 2: 0})
+    )
     assert found is not None
     assert found.cost_s == 2.5
     assert found.before == (((0, 1, 3), (0, 3, 0)), ())

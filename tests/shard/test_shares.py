@@ -40,10 +40,17 @@ def every_operator(choice):
     found = []
     for step, number, moves in zip(choice.template.steps, choice.ways, choice.before, strict=True):
         way = step.ways[number]
-        tolls = [choice.template.tolls[value][source, target] for value, source, target in moves]
-        found.append((ComputeSegment((*tolls, *(toll for toll in (way.talk, way.toll) if toll)), (way,)), 1))
-    tolls = [choice.template.tolls[value][source, target] for value, source, target in choice.after]
-    return [*found, (ComputeSegment(tuple(tolls), ()), 1)]
+        conversions = [choice.template.conversion_costs[value][source, target] for value, source, target in moves]
+        found.append(
+            (
+                ComputeSegment(
+                    (*conversions, *(conversion for conversion in (way.talk, way.reduction) if conversion)), (way,)
+                ),
+                1,
+            )
+        )
+    conversions = [choice.template.conversion_costs[value][source, target] for value, source, target in choice.after]
+    return [*found, (ComputeSegment(tuple(conversions), ()), 1)]
 
 
 def alternated(setting, template):
@@ -75,10 +82,10 @@ def joint_cost(template):
         program.row({fraction: 1.0}, low=1e-3)
         program.row({fraction: float(count), widest: -1.0}, high=0)
 
-    def pays(toll, pick):
+    def pays(conversion, pick):
         """Seconds of a conversion or reduction, if `pick` is 1."""
-        constant, slope = toll.line
-        if toll.cut < 0:
+        constant, slope = conversion.line
+        if conversion.cut < 0:
             constant, slope = constant + slope, 0.0
         program.costs[pick] += constant * SCALE
         if slope:
@@ -89,7 +96,7 @@ def joint_cost(template):
         problem,
         program,
         way_cost=lambda step, way: 0.0,
-        toll=lambda value, edge, pick: pays(template.tolls[value][edge], pick),
+        charge_conversion=lambda value, edge, pick: pays(template.conversion_costs[value][edge], pick),
     )
     for step, each in zip(template.steps, picks, strict=True):
         for passes in ((0,), (1, 2)):
@@ -104,9 +111,9 @@ def joint_cost(template):
                         program.row({taken: 1.0, fractions[kind]: -second, pick: -big}, low=first - big)
         for way, pick in zip(step.ways, each, strict=True):
             program.costs[pick] += way.once_s * SCALE
-            for toll in (way.talk, way.toll):
-                if toll:
-                    pays(toll, pick)
+            for conversion in (way.talk, way.reduction):
+                if conversion:
+                    pays(conversion, pick)
     found = program.solve(gap=3e-3)
     assert found is not None
     return found / SCALE
@@ -167,8 +174,8 @@ def test_a_padded_collective_pulls_shares_together():
     two = AxisMembers((0, 1))
     plain = stretch((0, 1), (0, 3))
     for slope, wanted in ((0.0, 0.75), (10.0, 0.5)):
-        tolled = ComputeSegment((ConversionCost((0.0, slope), 0),), plain.ways)
-        assert best_weights([(tolled, 1)], two, 0.0)[0] == pytest.approx(wanted)
+        converted = ComputeSegment((ConversionCost((0.0, slope), 0),), plain.ways)
+        assert best_weights([(converted, 1)], two, 0.0)[0] == pytest.approx(wanted)
 
 
 def test_memory_bounds_the_shares():

@@ -7,7 +7,7 @@ import pytest
 from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.show.breakdown import PARTS, measured_breakdown, predicted_breakdown, with_waits
+from pipefit.show.breakdown import TIME_PARTS, measured_breakdown, predicted_breakdown, with_waits
 from pipefit.show.trace import read_trace
 
 SHAPES = [
@@ -100,6 +100,6 @@ def test_a_run_that_follows_its_prediction_measures_the_predicted_compute(tmp_pa
     measured = measured_breakdown(trace, plan)
     assert len(measured) == len(plan.used_devices)
     for part in measured:
-        assert set(part.seconds) == set(PARTS)
+        assert set(part.seconds) == set(TIME_PARTS)
         assert part.seconds["compute"] == pytest.approx(1.25 * predicted[part.lane].seconds["compute"])
         assert part.total_s - part.seconds["data"] == pytest.approx(1.25 * plan.prediction.step_s)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from pipefit.plan.types import TradePoint
-from pipefit.show.labels import CHARACTER, DROP, HEIGHT, Box, boxes_overlap, place_labels
+from pipefit.show.labels import CHARACTER, DROP, HEIGHT, Rectangle, boxes_overlap, place_labels
 from pipefit.show.sections_trade import LEFT, RIGHT, WIDTH, _trade_drawing
 
 FAMILIES = ("1f1b", "1f1b-v", "interleaved-1f1b", "v-half", "v-min", "v-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -28,7 +28,7 @@ def crowd(count: int, spread: float) -> list[TradePoint]:
     ]
 
 
-def text_boxes(drawing: str) -> dict[str, Box]:
+def text_boxes(drawing: str) -> dict[str, Rectangle]:
     """What the names in a drawing cover, read off the drawing itself."""
     found = {}
     pattern = r'<text x="([-\d.]+)" y="([-\d.]+)"( text-anchor="end")? class="trade-[a-z]+">([^<]+)'

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipefit.schedule import Schedule
 from pipefit.schedule.actions import Action
-from pipefit.schedule.check.deadlock import Message, message_name
+from pipefit.schedule.check.deadlock import MessageKey, message_name
 
 EAGER, LARGE = 64, 4 << 20
 """Bytes of a message that any socket buffer takes, and of one that none does."""
@@ -95,8 +95,8 @@ def _lane(
     schedule: Schedule, lane: int, size: int, sends: dict[int, Any], receives: dict[int, Any], progress: Any, wrong: Any
 ) -> None:
     placement = schedule.placement
-    posts: dict[int, SimpleQueue[tuple[Message, threading.Event]]] = {other: SimpleQueue() for other in receives}
-    arrived: dict[Message, threading.Event] = {}
+    posts: dict[int, SimpleQueue[tuple[MessageKey, threading.Event]]] = {other: SimpleQueue() for other in receives}
+    arrived: dict[MessageKey, threading.Event] = {}
     for other, end in receives.items():
         threading.Thread(target=_read, args=(end, posts[other], wrong), daemon=True).start()
     for step, action in enumerate(schedule.lanes[lane]):
@@ -113,12 +113,12 @@ def _lane(
     time.sleep(60)  # the sockets stay open until everybody is done
 
 
-def _inputs(actions: tuple[Action, ...], action: Action) -> list[Message]:
+def _inputs(actions: tuple[Action, ...], action: Action) -> list[MessageKey]:
     kind = "RECV_F" if action.kind == "F" else "RECV_B"
     return [message_name(one) for one in actions if one.kind == kind and one[1:4] == action[1:4]]
 
 
-def _read(end: Any, posts: SimpleQueue[tuple[Message, threading.Event]], wrong: Any) -> None:
+def _read(end: Any, posts: SimpleQueue[tuple[MessageKey, threading.Event]], wrong: Any) -> None:
     """Take one message off the stream for every receive that is posted, in order."""
     while True:
         expected, event = posts.get()

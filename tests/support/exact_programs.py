@@ -116,9 +116,10 @@ class Milp:
         return None if found.x is None else float(found.mip_dual_bound)
 
 
-def forms_program(problem, program, way_cost=lambda step, way: way.cost_s, toll=None):
-    """Adds the choice of ways and conversions; returns the binaries of every step's ways. `toll(value, edge, y)` may
-    price a conversion otherwise than by its constant."""
+def forms_program(problem, program, way_cost=lambda step, way: way.cost_s, charge_conversion=None):
+    """Adds the choice of ways and conversions; returns the binaries of every step's ways.
+
+    `charge_conversion(value, edge, y)` may price a conversion otherwise than by its constant."""
     picks = [[program.variable(way_cost(step, way), True) for way in step.ways] for step in problem.steps]
     for each in picks:
         program.row(dict.fromkeys(each, 1.0), 1, 1)
@@ -130,9 +131,9 @@ def forms_program(problem, program, way_cost=lambda step, way: way.cost_s, toll=
     for value in {*readers, *problem.wanted}:
         edges = {}
         for edge, seconds in problem.conversions[value].items():
-            edges[edge] = program.variable(0.0 if toll else seconds, True)
-            if toll:
-                toll(value, edge, edges[edge])
+            edges[edge] = program.variable(0.0 if charge_conversion else seconds, True)
+            if charge_conversion:
+                charge_conversion(value, edge, edges[edge])
         for form in range(ALL_FORMS):
             _flow(problem, program, picks, producer, readers.get(value, []), value, form, edges)
     return picks

@@ -11,12 +11,11 @@ from benchmarks.plain_devices import plain_spec
 from pipefit.cluster import Cluster
 from pipefit.cluster.types import Rail
 from pipefit.cost.pipeline.table import cost_table
-from pipefit.cost.types import CostTable
+from pipefit.cost.types import CostTable, Ints
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.assemble.order import computed_schedule
 from pipefit.plan.assemble.pipeline_work import pipeline_work
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.shape import PlacementProblem, build_problem
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job

@@ -10,7 +10,7 @@ import numpy as np
 from pipefit.profile.config import TINY
 from pipefit.profile.facts import DeviceRates, ProfileMember
 from pipefit.profile.links import RoundOutcome
-from pipefit.profile.tournament import Pair
+from pipefit.profile.tournament import HostPair
 
 SOFTWARE = {"pipefit": "0.1.0", "python": "3.11.9", "torch": "2.13.0", "cpu": "Some CPU", "threads": "1"}
 
@@ -30,7 +30,7 @@ class Simulated:
     def time_s(self, a: int, b: int, size: int) -> float:
         return float(self.latency_s[a, b] + size / self.bandwidth[a, b])
 
-    def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(self, pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         self.calls += 1
         members = [member for pair in pairs for member in pair]
         assert len(set(members)) == len(members), "pairs of one round share a member"
@@ -93,10 +93,10 @@ class Contended:
         self.up = [uplink] * (max(self.rack) + 1)
         self.down = list(self.up)
 
-    def rate(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
+    def rate(self, pairs: Sequence[HostPair]) -> dict[HostPair, float]:
         """Max-min fair: all grow together; whoever has its own rate, or passes through something full, stops."""
         limit = {"out": self.port, "in": self.port, "up": self.up, "down": self.down}
-        done: dict[Pair, float] = {}
+        done: dict[HostPair, float] = {}
         while len(done) < len(pairs):
             room: dict[tuple[str, int], tuple[float, int]] = {}
             for pair in pairs:
@@ -112,7 +112,7 @@ class Contended:
             done |= {pair: rate for pair, rate in level.items() if rate <= least * (1 + 1e-9)}
         return done
 
-    def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(self, pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         rates = self.rate(pairs)
         return RoundOutcome(
             {pair: size / rate * float(np.exp(self.draw.normal(0, self.noise))) for pair, rate in rates.items()}

@@ -66,12 +66,17 @@ def loose_template(seed: int):
         return one if one is None or one.cut < 0 else replace(one, cut=0)
 
     steps = tuple(
-        replace(step, ways=tuple(replace(loose(way), toll=loose(way.toll), talk=loose(way.talk)) for way in step.ways))
+        replace(
+            step,
+            ways=tuple(replace(loose(way), reduction=loose(way.reduction), talk=loose(way.talk)) for way in step.ways),
+        )
         for step in template.steps
     )
-    tolls = tuple({move: loose(toll) for move, toll in each.items()} for each in template.tolls)
+    conversions = tuple(
+        {move: loose(conversion) for move, conversion in each.items()} for each in template.conversion_costs
+    )
     wanted = dict.fromkeys(template.wanted, 0 if takes.kind == "I" else 3)
-    return setting, replace(template, steps=steps, tolls=tolls, cuts=(0,), wanted=wanted)
+    return setting, replace(template, steps=steps, conversion_costs=conversions, cuts=(0,), wanted=wanted)
 
 
 def model_of(layers) -> Model:

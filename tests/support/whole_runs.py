@@ -14,7 +14,7 @@ from tests.support.in_float64 import AllInFloat64
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.run.sharded.collectives import ShardContext
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.pricing import ShardSetting
@@ -123,7 +123,7 @@ def run_whole(
     layers = [
         StageLayer(layer.name, graph, layer.parameters) for layer, graph in zip(model.layers, graphs, strict=True)
     ]
-    program = StageProgram(layers, dtype=torch.float64, shard=shard, recompute=recompute)
+    program = StageProgram(layers, StageSetup(dtype=torch.float64, shard=shard, recompute=recompute))
     buffers = {name: torch.zeros_like(p.data) for name, p in program.parameters.items()}
     for name, parameter in program.parameters.items():
         parameter.data.copy_(part(state[name], places.get(name), rank))

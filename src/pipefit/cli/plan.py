@@ -30,13 +30,15 @@ class PlanOptions:
     "A cluster file, READER:FILE, 8xH100, or 2x8xA100-80:200Gbit/s."
     local: int | None = None
     "Plan for this many processes on this machine's CPU."
+    calibration: Path | None = None
+    "Factors on the cluster's data sheets, as `pipefit calibrate` writes them; same as FILE behind @ in --cluster."
     batch: int
     "Sequences of one step, over all devices."
     seq: int | None = None
     "Tokens of one sequence; captured models have their own."
     precision: str | None = None
     """bfloat16 (gradients in float32), bfloat16-gradients, fp8 (bfloat16 with the linear layers of blocks in FP8),
-    fp8-bfloat16-gradients, tf32, float32 or float64. Default: float32 with --local, else bfloat16."""
+    fp8-bfloat16-gradients, float16, tf32, float32 or float64. Default: float32 with --local, else bfloat16."""
     seed: int = 0
     "Seed of the run: data order, first weights, dropout."
     top: int = 5
@@ -97,6 +99,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     """Return the plan, its model, and the source of its samples if there is one."""
     from pipefit.cli._plans import cluster_text, plan_maker
     from pipefit.cluster import open_cluster
+    from pipefit.cluster.calibration import add_calibration
     from pipefit.codec import make_folder
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
@@ -109,6 +112,8 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
     if options.output is not None:
         make_folder(options.output, "plan", PlanError)
     text = cluster_text(options.cluster, options.local)
+    if options.calibration is not None:
+        text = add_calibration(text, options.calibration)
     opened_cluster = open_cluster(text)
     for difference in check_environment(opened_cluster, allow=options.allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)

@@ -33,7 +33,7 @@ class ShardOptions:
     "Microbatches of a step."
     precision: str = "bfloat16"
     """bfloat16 (gradients in float32), bfloat16-gradients, fp8 (bfloat16 with the linear layers of blocks in FP8),
-    fp8-bfloat16-gradients, tf32, float32 or float64."""
+    fp8-bfloat16-gradients, float16, tf32, float32 or float64."""
     as_json: bool = False
     "Print the program and its costs as JSON."
 

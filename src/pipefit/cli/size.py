@@ -41,7 +41,7 @@ class SizeOptions:
     "A CSV file with the columns device and price (of one device for an hour)."
     precision: str = "bfloat16"
     """bfloat16 (gradients in float32), bfloat16-gradients, fp8 (bfloat16 with the linear layers of blocks in FP8),
-    fp8-bfloat16-gradients, tf32, float32 or float64."""
+    fp8-bfloat16-gradients, float16, tf32, float32 or float64."""
     optimizer: str = "adamw"
     "The optimizer, from which memory follows; a wrong name lists them."
     fix: tuple[str, ...] = ()

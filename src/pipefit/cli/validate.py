@@ -1,13 +1,22 @@
-"""`pipefit validate`: predict published runs, and print published value, prediction and difference."""
+"""`pipefit validate`: predict published runs from data sheets, and print published, predicted and difference."""
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+import warnings
 from dataclasses import dataclass
-
-import typer
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipefit.cli._options import takes_options
+
+if TYPE_CHECKING:
+    from pipefit.cli._progress import ProgressLines
+    from pipefit.errors import PipefitError
+    from pipefit.validate.report import RunResult
+    from pipefit.validate.runs import MeasuredRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,29 +24,88 @@ class ValidateOptions:
     """Options of `pipefit validate`."""
 
     sets: tuple[str, ...] = ()
-    "Only this data set; may be given several times."
+    "Only this set of runs; repeatable. An unknown name lists them."
+    calibrate: int = 0
+    "Also calibrate on this many runs of every group, and predict its others."
     show_all: bool = False
-    "Print every row, of the large sets too."
+    "Print every run, not the groups alone."
+    quiet: bool = False
+    "Print no progress on stderr."
     as_json: bool = False
-    "Print all rows, splits and summaries as JSON."
+    "Print all runs and groups as JSON."
 
 
 @takes_options(ValidateOptions, flags={"sets": ("--set",), "show_all": ("--all",)}, metavars={"sets": "NAME"})
 def command(options: ValidateOptions) -> None:
-    """Predict published runs: published, predicted and delta for every row, the fitted constants, and summaries.
+    """Predict runs that others published, as `pipefit plan` does: data sheets, and their degrees pinned."""
+    from pipefit.cli._progress import ProgressLines
+    from pipefit.errors import FormatError
+    from pipefit.validate.sets import choose_sets
 
-    Exits with code 1 if a target is missed.
-    """
-    from pipefit.validate.report import as_data, as_text
-    from pipefit.validate.sets import select_sets
-
-    results = []
-    for run in select_sets(options.sets).values():
-        for result in run():
-            results.append(result)
-            if not options.as_json:
-                print(as_text(result, options.show_all) + "\n", flush=True)
+    names = choose_sets(options.sets)
+    if options.calibrate < 0:
+        raise FormatError("A number of runs is not negative.", where="--calibrate", seen=options.calibrate)
+    with (
+        ProgressLines(quiet=options.quiet) as progress,
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        results = _predict_sets(names, options.calibrate, Path(folder), progress)
     if options.as_json:
-        print(json.dumps([as_data(result) for result in results], indent=1))
-    if not all(target.is_met for result in results for target in result.targets):
-        raise typer.Exit(1)
+        from pipefit.validate.report import result_data
+
+        print(json.dumps(result_data(results), indent=1))
+        return
+    _print_results(names, results, options.show_all)
+
+
+def _predict_sets(names: tuple[str, ...], calibrate: int, folder: Path, progress: ProgressLines) -> list[RunResult]:
+    """Return the results of all runs of the sets."""
+    from pipefit.validate.report import calibrate_group, predict_result
+    from pipefit.validate.runs import plan_runs
+    from pipefit.validate.sets import published_runs
+
+    def refuse_run(run: MeasuredRun, error: PipefitError) -> None:
+        print(f"{run.name} is left out: {error.what}", file=sys.stderr)
+
+    runs = published_runs(names, folder)
+    groups: dict[str, tuple[list[RunResult], list]] = {}  # type: ignore[type-arg]
+    for number, (run, planned) in enumerate(plan_runs(runs, refuse_run), 1):
+        progress.show_text(f"{run.set}: {run.name}, {number} of {len(runs)} runs")
+        results, plans = groups.setdefault(run.group, ([], []))
+        results.append(predict_result(run, planned))
+        plans.append(planned)
+    predicted = []
+    for name, (results, plans) in groups.items():
+        if calibrate:
+            progress.show_text(f"calibrating {name}")
+            results = calibrate_group(results, plans, calibrate, progress.show_text)
+        predicted += results
+    return predicted
+
+
+def _print_results(names: tuple[str, ...], results: list[RunResult], show_all: bool) -> None:
+    """Print the groups of every set, and its runs if they are wanted."""
+    from pipefit.cli._plans import print_tables
+    from pipefit.plan.explain.text import TextTable
+    from pipefit.validate.report import group_cells, result_cells, summarize_groups
+    from pipefit.validate.sets import SETS
+
+    tables = []
+    for name in names:
+        members = [result for result in results if result.set == name]
+        fitted = sum(result.is_fitted for result in members)
+        note = f"constants of data sheets are fitted to {fitted} of these runs" if fitted else "nothing is fitted"
+        groups = summarize_groups(members)
+        columns = ("group", "runs", "mean error", "bias", "largest", "rank correlation", "calibrated")
+        rows = tuple(group_cells(group, summary) for group, summary in groups.items())
+        tables.append(TextTable(f"{name}: {SETS[name]}; {note}", columns, rows))
+        if show_all:
+            columns = ("run", "published", "predicted", "difference", "calibrated")
+            tables.append(TextTable(f"runs of {name}", columns, tuple(map(result_cells, members))))
+    print_tables(tables)
+    print(
+        "\nErrors are of step times. Runs with constants fitted to them: docs/results/validation.md has the errors of"
+    )
+    print("models that were left out of the fit.")

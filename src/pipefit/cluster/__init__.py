@@ -3,6 +3,8 @@ questions about them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipefit.cluster.files import check_cluster, load_cluster, save_cluster_file
 from pipefit.cluster.machine import LocalMachine, detect_machine
 from pipefit.cluster.spec import local_cluster, looks_like_spec, parse_spec
@@ -39,10 +41,16 @@ __all__ = [
 
 def open_cluster(text: str) -> Cluster:
     """Return the cluster for `--cluster TEXT`: a short text such as `8xH100` or `local:4`, `READER:FILE`, otherwise a
-    cluster file.
+    cluster file; with `@FILE` behind it, with the factors of that calibration.
 
     Raises ClusterError also if all links of a class have impossible values, which indicates mistaken units.
     """
+    from pipefit.cluster.calibration import calibrate_cluster, load_calibration, split_calibration
+
+    plain, calibration = split_calibration(text)
+    if calibration is not None:
+        cluster = calibrate_cluster(open_cluster(plain), load_calibration(calibration), text)
+        return replace(cluster, name=f"{cluster.name}{text.removeprefix(plain)}")
     if text.startswith(LOCAL) and text.removeprefix(LOCAL).isdigit():
         return local_cluster(int(text.removeprefix(LOCAL)))
     from pipefit.cluster.readers import open_reader_text

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pipefit.cluster.measured import ClusterMeasurements, LayerCurve, PortSharing, RailCurve
 from pipefit.errors import ClusterError
 
-ACTIONS = ("F", "I", "W", "B")
+MEASURED_ACTIONS = ("F", "I", "W", "B")
 
 
 def measurement_problems(
@@ -42,13 +42,13 @@ def _layer_problems(layer: LayerCurve, kinds: Sequence[str], where: str) -> Iter
             seen=layer.kind,
             allowed=", ".join(kinds) or "(no kinds in the file)",
         )
-    for action in ACTIONS:
+    for action in MEASURED_ACTIONS:
         if action not in layer.actions:
             yield ClusterError(
                 f"The curve of {action} is missing.",
                 where=f"{where}.actions",
                 seen=", ".join(layer.actions) or "nothing",
-                allowed=", ".join(ACTIONS),
+                allowed=", ".join(MEASURED_ACTIONS),
                 next_step="measure the layer again with pipefit profile",
             )
             continue
@@ -88,26 +88,28 @@ def _rail_problems(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterato
             allowed=f"one matrix for each size, {count} rows of {count} entries",
         )
         return
-    for a in range(count):
-        for b in range(count):
-            if a != b:
-                times = [matrix[a][b] for matrix in rail.time_s]
-                yield from _curve_problems(rail.sizes_bytes, times, f"{where}.time_s ({hosts[a]} -> {hosts[b]})")
-    if rail.error and [len(row) for row in rail.error] != [count] * count:
-        yield ClusterError(
-            "The matrix has a wrong shape.",
-            where=f"{where}.error",
-            seen=f"{len(rail.error)} rows of {sorted({len(row) for row in rail.error})} entries",
-            allowed=f"{count} rows of {count} entries, or none",
-        )
-    for value in (value for row in rail.error for value in row):
-        if not (math.isfinite(value) and value >= 0):
-            yield _range_error(f"{where}.error", value, "a relative error, zero or above")
+    for a, b in itertools.permutations(range(count), 2):
+        times = [matrix[a][b] for matrix in rail.time_s]
+        yield from _curve_problems(rail.sizes_bytes, times, f"{where}.time_s ({hosts[a]} -> {hosts[b]})")
+    yield from _error_problems(rail.error, count, f"{where}.error")
     yield from _predicted_problems(rail, hosts, f"{where}.predicted")
     if rail.method is not None and len(rail.method.classes) not in (0, count):
         yield _length_error(f"{where}.method.classes", "classes", len(rail.method.classes), count)
     if rail.sharing is not None:
         yield from _sharing_problems(rail.sharing, hosts, f"{where}.sharing")
+
+
+def _error_problems(errors: Sequence[Sequence[float]], count: int, where: str) -> Iterator[ClusterError]:
+    if errors and [len(row) for row in errors] != [count] * count:
+        yield ClusterError(
+            "The matrix has a wrong shape.",
+            where=where,
+            seen=f"{len(errors)} rows of {sorted({len(row) for row in errors})} entries",
+            allowed=f"{count} rows of {count} entries, or none",
+        )
+    for value in itertools.chain.from_iterable(errors):
+        if not (math.isfinite(value) and value >= 0):
+            yield _range_error(where, value, "a relative error, zero or above")
 
 
 def _predicted_problems(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:

@@ -25,7 +25,7 @@ _FASTEST_CARD = 2e11
 """Plausible bytes/s of each device of a host with many devices."""
 _LOCAL_LATENCY_S = 50e-6
 _LOCAL_BANDWIDTH = 1e9
-_FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "tf32": 32.0, "bfloat16": 32.0}
+_FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "tf32": 32.0, "float16": 32.0, "bfloat16": 32.0}
 """Per core: two 256-bit multiply-adds a cycle. Narrow floats count as float32: few CPUs compute them faster."""
 
 PROCESS_BYTES = 384 * 2**20

@@ -12,9 +12,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from pipefit.cost.types import Array
 
 _TWO_HIGH, _TWO_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
 """The logarithm of 2 in two parts: the product of an integer of up to 20 bits and the first part is exact."""
@@ -23,7 +22,7 @@ _LOG_TERMS, _EXP_TERMS = 12, 15
 """Number of series terms, enough for the last bit."""
 
 
-def portable_log(values: Floats | Sequence[float]) -> Floats:
+def portable_log(values: Array | Sequence[float]) -> Array:
     """Return natural logarithms of positive numbers, by the series of the inverse hyperbolic tangent."""
     part, power = np.frexp(np.asarray(values, dtype=np.float64))
     small = part < math.sqrt(0.5)
@@ -33,7 +32,7 @@ def portable_log(values: Floats | Sequence[float]) -> Floats:
     series = np.zeros_like(square)
     for term in reversed(range(_LOG_TERMS)):
         series = series * square + 1.0 / (2 * term + 1)
-    logs: Floats = power * _TWO_HIGH + (2.0 * ratio * series + power * _TWO_LOW)
+    logs: Array = power * _TWO_HIGH + (2.0 * ratio * series + power * _TWO_LOW)
     return logs
 
 
@@ -52,10 +51,10 @@ def portable_power(base: float, exponent: float) -> float:
     return portable_exp(float(portable_log([base])[0]) * exponent)
 
 
-def whole_power(base: Floats, exponent: Floats | int) -> Floats:
+def whole_power(base: Array, exponent: Array | int) -> Array:
     """Return numbers to integer powers, by squaring."""
     left = np.asarray(exponent, dtype=np.int64)
-    power: Floats = np.ones(np.broadcast_shapes(base.shape, left.shape))
+    power: Array = np.ones(np.broadcast_shapes(base.shape, left.shape))
     while left.any():
         power = np.where(left & 1, power * base, power)
         base, left = base * base, left >> 1

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pipefit.optimizers import OptimizerKind
 from pipefit.precision import NUMBER_TYPES, Precision
 
-_TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_TYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 COMPUTE_BYTES: Mapping[Precision, int] = {name: _TYPE_BYTES[types.compute] for name, types in NUMBER_TYPES.items()}
 """Bytes of a parameter, and of an activation."""

@@ -84,7 +84,7 @@ class CostTable:
     "Per lane: optimizer step, including the gradient norm."
     static_bytes: Array
     "Per lane: parameters, gradients, optimizer state, workspace."
-    owed_bytes: Array = field(default_factory=lambda: np.zeros((1, 1, 1)))
+    kv_gradient_bytes: Array = field(default_factory=lambda: np.zeros((1, 1, 1)))
     """Gradients that a slice's backward leaves for the keys and values of earlier slices, over [stage, microbatch,
     slice]. Held until the next backward of the microbatch starts, whose memory includes them."""
     reduce_copy_bytes: Array = field(default_factory=lambda: np.zeros(1))

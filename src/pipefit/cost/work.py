@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pipefit.layout import AxisName, Mesh
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import Graph
 from pipefit.optimizers import DEFAULT, OptimizerKind, find_optimizer
-from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_optimizer, shards_parameters
 from pipefit.precision import Precision
-
-Recompute = Literal["none", "selective", "full"]
 
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients reduced together: the bucket size of `run/worker/build.py`."""
 
-Messages = tuple[tuple[int, int, float], ...]
+Message = tuple[int, int, float]
 """(source device, target device, bytes)."""
+
+Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class StageWork:
     @property
     def shards_state(self) -> bool:
         """Return whether the replicas shard the optimizer state."""
-        return self.sharded_state != "none"
+        return shards_optimizer(self.sharded_state)
 
     @property
     def has_sharded_layers(self) -> bool:
@@ -146,7 +147,7 @@ class StageWork:
         """Return the elements on one device that are all-gathered after the update."""
         if not self.shards_state:
             return 0
-        return self.reduced_elements if self.sharded_state == "parameters" else max(self.parameters.trainable)
+        return self.reduced_elements if shards_parameters(self.sharded_state) else max(self.parameters.trainable)
 
     @property
     def reduced_spread(self) -> int:
@@ -158,7 +159,7 @@ class StageWork:
         """Return those of `gathered_elements` that are replicated over `row_axis`."""
         if not self.shards_state:
             return 0
-        return self.reduced_spread if self.sharded_state == "parameters" else max(self.parameters.spread)
+        return self.reduced_spread if shards_parameters(self.sharded_state) else max(self.parameters.spread)
 
     @property
     def copied_elements(self) -> float:
@@ -189,7 +190,7 @@ class StateShare(NamedTuple):
     @property
     def parameter_part(self) -> float:
         """Part of the parameters on one replica."""
-        return self.part if self.state == "parameters" else 1.0
+        return self.part if shards_parameters(self.state) else 1.0
 
     def scale_part(self, factor: float) -> StateShare:
         """Return the share of a replica with this part of the rows of the largest one."""
@@ -202,7 +203,7 @@ COMPLETE_STATE = StateShare()
 
 def state_share(sharded_state: ShardedState, shares: Sequence[int]) -> StateShare:
     """Return the sharded state with its largest part on a replica of these shares."""
-    return StateShare(sharded_state, max(shares) / sum(shares)) if sharded_state != "none" else COMPLETE_STATE
+    return StateShare(sharded_state, max(shares) / sum(shares)) if shards_optimizer(sharded_state) else COMPLETE_STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

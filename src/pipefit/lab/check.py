@@ -16,21 +16,21 @@ from pipefit.lab import launch, network
 from pipefit.lab.lifecycle import Lab, scratch_folder
 from pipefit.lab.pace import read_counts
 from pipefit.lab.spec import LabFile
-from pipefit.lab.streams import HostStreams, Pair, open_streams
+from pipefit.lab.streams import HostStreams, StreamPair, open_streams
 
 LINKS_WITHIN = 0.10
 PACE_WITHIN = 0.02
-SECONDS = 0.8
+STREAM_S = 0.8
 """Duration of one stream."""
 
 INSIDE_BYTES_PER_S = 2.5e8
 """Largest total rate of the intra-host streams that are measured at the same time."""
 
-AGAIN = 2
+MISSED_RATE_REPEATS = 2
 """Number of repetitions for a pair that missed its rate; the nearest result counts. Load on the machine disturbs single
 measurements, but a wrongly shaped link misses every time."""
 
-ACTIONS = 40
+DRILL_ACTIONS = 40
 """Actions that every device runs for the check of its pace."""
 
 
@@ -80,7 +80,7 @@ class LabCalibration:
         )
 
 
-def requested_rates(lab: LabFile) -> dict[Pair, float]:
+def requested_rates(lab: LabFile) -> dict[StreamPair, float]:
     """Return the rate that each ordered pair of hosts should achieve alone: the smallest of its own rate and the
     uplinks on its path. A pair (h, h) is present if the links inside host h are shaped."""
     rates, racks = network.rates_of(lab), network.rack_of(lab)
@@ -97,12 +97,12 @@ def requested_rates(lab: LabFile) -> dict[Pair, float]:
     return result
 
 
-def pair_rounds(lab: LabFile) -> list[list[Pair]]:
+def pair_rounds(lab: LabFile) -> list[list[StreamPair]]:
     """Divide all ordered pairs into rounds, greedily: no two pairs of a round share a port or an uplink. Intra-host
     links come last, in rounds of at most `INSIDE_BYTES_PER_S` in total."""
     racks, names = network.rack_of(lab), [host.name for host in lab.cluster.hosts]
     count = len(names)
-    result: list[tuple[list[Pair], set[tuple[str, int]]]] = []
+    result: list[tuple[list[StreamPair], set[tuple[str, int]]]] = []
     for step in range(1, count):
         for a in range(count):
             b = (a + step) % count
@@ -117,7 +117,7 @@ def pair_rounds(lab: LabFile) -> list[list[Pair]]:
                     break
             else:
                 result.append(([(a, b)], used))
-    inside: list[tuple[list[Pair], float]] = []
+    inside: list[tuple[list[StreamPair], float]] = []
     for h, rate in enumerate(network.rates_of(lab).inside):
         if rate and inside and inside[-1][1] + rate <= INSIDE_BYTES_PER_S:
             inside[-1] = ([*inside[-1][0], (h, h)], inside[-1][1] + rate)
@@ -127,7 +127,7 @@ def pair_rounds(lab: LabFile) -> list[list[Pair]]:
 
 
 def calibrate_lab(
-    lab: Lab, *, seconds: float = SECONDS, show: Callable[[str], None] = lambda text: None
+    lab: Lab, *, seconds: float = STREAM_S, show: Callable[[str], None] = lambda text: None
 ) -> LabCalibration:
     """Measure the links and the pace of a running lab."""
     wanted, plan = requested_rates(lab.file), pair_rounds(lab.file)
@@ -191,10 +191,10 @@ def as_lines(lab: Lab, result: LabCalibration) -> list[str]:
 
 
 def _measure_round(
-    hosts: HostStreams, pairs: Sequence[Pair], wanted: Mapping[Pair, float], seconds: float
+    hosts: HostStreams, pairs: Sequence[StreamPair], wanted: Mapping[StreamPair, float], seconds: float
 ) -> list[PairCheck]:
-    best: dict[Pair, PairCheck] = {}
-    for _ in range(1 + AGAIN):
+    best: dict[StreamPair, PairCheck] = {}
+    for _ in range(1 + MISSED_RATE_REPEATS):
         missed = [pair for pair in pairs if pair not in best or abs(best[pair].relative_error) > LINKS_WITHIN]
         if not missed:
             break
@@ -218,7 +218,7 @@ def _check_paces(lab: Lab) -> list[PaceCheck]:
         return []
     output: list[str] = []
     with scratch_folder(lab) as folder:
-        command = ["python", "-m", "pipefit.lab.drill", str(ACTIONS)]
+        command = ["python", "-m", "pipefit.lab.drill", str(DRILL_ACTIONS)]
         code = launch.run_command(lab, command, devices=paced, counts=folder, say=output.append, preload=())
         if code:
             raise LabError("The check of the pace failed.", where=str(lab.path), seen="\n".join(output[-5:]))

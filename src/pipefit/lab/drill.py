@@ -9,7 +9,7 @@ import time
 from pipefit.lab.pace import emulated_device
 from pipefit.lab.tables import LayerFacts
 
-SECONDS = 0.05
+ACTION_S = 0.05
 """Approximate emulated duration of an action."""
 
 WORK_S = 1e-3
@@ -21,7 +21,7 @@ def main(actions: int) -> None:
     emulated = emulated_device()
     assert emulated is not None, "started outside a lab, or on a kind of device without a table"
     rate = emulated.operator_rates()[0]
-    work = LayerFacts(dense_flops=SECONDS * rate, attention_flops=0.0, traffic_bytes=0.0, tokens=8192, context=1)
+    work = LayerFacts(dense_flops=ACTION_S * rate, attention_flops=0.0, traffic_bytes=0.0, tokens=8192, context=1)
     seconds = emulated.table.layer_time_s("F", {"F": work})
     emulated.begin_step()
     for _ in range(actions):

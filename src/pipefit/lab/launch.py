@@ -24,7 +24,7 @@ from pipefit.lab.lifecycle import Lab, available_bytes, scratch_folder
 from pipefit.lab.pace import judge_counts, read_counts
 from pipefit.lab.spec import require_memory
 
-PORT = 29500
+RENDEZVOUS_PORT = 29500
 GRACE_S = 10.0
 """Seconds that ranks have to end by themselves after one has failed, and again after SIGTERM."""
 
@@ -83,7 +83,7 @@ def rank_environment(lab: Lab, ranks: Sequence[LabRank], rank: LabRank, counts: 
         "NODE_RANK": group,
         "GROUP_WORLD_SIZE": str(len(hosts)),
         "MASTER_ADDR": network.device_address(first.host, first.local),
-        "MASTER_PORT": str(PORT),
+        "MASTER_PORT": str(RENDEZVOUS_PORT),
         "GLOO_SOCKET_IFNAME": network.device_interface(rank.local),
         "PIPEFIT_HOST": host.name,
         "PIPEFIT_DEVICE_KIND": host.kind,

@@ -21,7 +21,7 @@ from pipefit.errors import FormatError, LabError
 from pipefit.lab.tables import DeviceTable
 from pipefit.units import format_bandwidth, format_bytes
 
-MOST_DEVICES = 64
+MAX_LAB_DEVICES = 64
 MOST_BYTES_PER_S = 1e9
 """Largest rate of a shaped port on this machine, with one veth and two cores."""
 
@@ -113,12 +113,12 @@ def lab_problems(lab: LabFile, where: str) -> Iterator[LabError]:
     yield from _rack_problems(lab, hosts, where)
     yield from _rate_problems(lab, where)
     count = device_count(lab.cluster)
-    if count > MOST_DEVICES or len(hosts) > MOST_DEVICES:
+    if count > MAX_LAB_DEVICES or len(hosts) > MAX_LAB_DEVICES:
         yield LabError(
             "The lab cannot emulate this many devices on one machine.",
             where=f"{where}: hosts",
             seen=f"{count} devices on {len(hosts)} hosts",
-            allowed=f"{MOST_DEVICES} devices",
+            allowed=f"{MAX_LAB_DEVICES} devices",
             next_step="describe a smaller cluster",
         )
     if len(lab.cluster.rails) > 1:

@@ -20,14 +20,14 @@ from pipefit.errors import LabError
 from pipefit.lab import netns, network
 from pipefit.lab.lifecycle import Lab, scratch_folder
 
-PORT = 5201
+STREAM_PORT = 5201
 START_S = 60.0
 """Seconds that a host's process has to start, and to answer beyond the time of its stream."""
 
 SKIPPED_S = 0.1
 """Start of every stream that is not counted: it contains htb's burst and TCP's first windows."""
 
-Pair = tuple[int, int]
+StreamPair = tuple[int, int]
 
 
 class HostStreams:
@@ -37,7 +37,7 @@ class HostStreams:
         self._lab, self._told = lab, told
         self._files = [connection.makefile("rw") for connection in told]
 
-    def measure_rates(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, float]:
+    def measure_rates(self, pairs: Sequence[StreamPair], seconds: float) -> dict[StreamPair, float]:
         """Return the payload bytes per second of each ordered pair of hosts while all pairs stream at once.
 
         A host may send to several hosts at once, with one stream to each. Raises LabError if a stream failed.
@@ -47,7 +47,7 @@ class HostStreams:
             targets = [network.device_address(target) for origin, target in pairs if origin == source]
             self._files[source].write(json.dumps({"targets": targets, "seconds": seconds}) + "\n")
             self._files[source].flush()
-        rates: dict[Pair, float] = {}
+        rates: dict[StreamPair, float] = {}
         for source in senders:
             answer = json.loads(self._files[source].readline() or '{"error": "the process is gone"}')
             if "error" in answer:
@@ -99,7 +99,7 @@ def main(door: str, host: int, parent: int) -> None:
     die_with_parent(parent)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("0.0.0.0", PORT))
+    listener.bind(("0.0.0.0", STREAM_PORT))
     listener.listen(64)
     threading.Thread(target=_receive_all, args=(listener,), daemon=True).start()
     with socket.socket(socket.AF_UNIX) as connection:
@@ -132,7 +132,7 @@ def _send_all(targets: Sequence[str], seconds: float) -> dict[str, object]:
 def _send_stream(target: str, seconds: float) -> float:
     """Return the bytes per second that the receiver reports."""
     data = bytes(1 << 16)
-    with socket.create_connection((target, PORT), timeout=START_S) as stream:
+    with socket.create_connection((target, STREAM_PORT), timeout=START_S) as stream:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             stream.sendall(data)

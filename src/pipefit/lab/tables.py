@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pipefit.errors import LabError
 
-KINDS = ("F", "I", "W", "B")
+ACTION_KINDS = ("F", "I", "W", "B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from pipefit.model.families import FAMILIES
 from pipefit.model.graph import Model
 from pipefit.plugins import loaded_modules
 
-SWITCH = "PIPEFIT_CACHE"
+CACHE_VARIABLE = "PIPEFIT_CACHE"
 """The environment variable that names the cache folder, or turns the cache off."""
 
 MOST_FILES = 64
@@ -56,7 +56,7 @@ class CapturedFile:
 
 def cache_folder() -> Path | None:
     """Return the folder of captured models; None if the cache is off or the user has no home folder."""
-    choice = os.environ.get(SWITCH, "")
+    choice = os.environ.get(CACHE_VARIABLE, "")
     if choice == "off":
         return None
     shared = os.environ.get("XDG_CACHE_HOME", "")

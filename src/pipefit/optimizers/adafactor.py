@@ -18,7 +18,7 @@ from pipefit.optimizers.base import (
     OptimizerKind,
     OptimizerOptions,
     OptimizerState,
-    Shape,
+    TensorShape,
     register_optimizer,
     update_elements,
 )
@@ -142,7 +142,7 @@ class AdafactorState(OptimizerState):
         return variance.clamp_(min=eps * eps).rsqrt_().mul_(chunk.view_of(gradient))
 
 
-def factored_state(shape: Shape) -> Mapping[str, Shape]:
+def factored_state(shape: TensorShape) -> Mapping[str, TensorShape]:
     """Return the state tensors of a parameter: means of rows and of columns, or all squares below two dimensions."""
     if len(shape) < 2:
         return {FULL: shape}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 DEFAULT = "adamw"
 """The optimizer of a job that names none."""
@@ -59,7 +59,7 @@ class OptimizerKind:
     "Builds the state of one flat piece: a subclass of `ElementwiseState` or `OptimizerState`."
     moments: tuple[str, ...] = ()
     "Names of the state tensors with one element per parameter element. ZeRO-1 shards them evenly over the replicas."
-    shared_state: Callable[[Shape], Mapping[str, Shape]] = lambda shape: {}
+    shared_state: Callable[[TensorShape], Mapping[str, TensorShape]] = lambda shape: {}
     """Global shape of a parameter -> shapes of its other state tensors. Every device that holds a part of the parameter
     keeps all of them."""
     gradient_reads: int = 1
@@ -79,7 +79,7 @@ class OptimizerKind:
         """
         return width * (len(self.moments) + has_master)
 
-    def shared_state_bytes(self, shape: Shape, width: int) -> int:
+    def shared_state_bytes(self, shape: TensorShape, width: int) -> int:
         """Return the bytes of state of a parameter of this global shape that every device keeps."""
         return width * sum(math.prod(size) for size in self.shared_state(shape).values())
 
@@ -89,7 +89,7 @@ class ParameterPart:
     """The elements of one parameter in a flat piece."""
 
     name: str
-    shape: Shape
+    shape: TensorShape
     "Global shape."
     box: Box
     "The part of the parameter on this device."
@@ -108,7 +108,7 @@ class FlatPiece:
     master_dtype: torch.dtype
     decays: bool
     "True if weight decay applies."
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, TensorShape]
     "Global shapes of all parameters of the bucket, also of those without elements in this piece."
     parts: tuple[ParameterPart, ...] = ()
     sum_parts: Callable[[Tensor], None] = lambda values: None

@@ -66,9 +66,19 @@ def leanest_state(required: ShardedState | None, allowed: tuple[ShardedState, ..
     return required if required is not None else allowed[-1]
 
 
+def shards_optimizer(state: ShardedState) -> bool:
+    """Return whether the replicas shard the optimizer state (ZeRO-1, 2 and 3)."""
+    return state != "none"
+
+
 def shards_gradients(state: ShardedState) -> bool:
     """Return whether the replicas keep only shards of the gradients between the microbatches (ZeRO-2 and 3)."""
     return state in ("gradients", "parameters")
+
+
+def shards_parameters(state: ShardedState) -> bool:
+    """Return whether the replicas keep only shards of the parameters between their uses (ZeRO-3)."""
+    return state == "parameters"
 
 
 def parameter_state(state: ShardedState, uses: int) -> ShardedState:

@@ -16,7 +16,7 @@ from typing import Any
 from pipefit.cluster.types import Cluster
 from pipefit.codec import content_digest
 from pipefit.cost.comm.network import Network
-from pipefit.cost.memory.correction import PARTS, MemoryCorrection
+from pipefit.cost.memory.correction import PEAK_PARTS, MemoryCorrection
 from pipefit.cost.memory.correction_file import MemoryFacts
 from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
@@ -31,10 +31,10 @@ from pipefit.units import format_bytes
 RISK = 0.05
 """Default limit for the probability that a plan does not fit."""
 
-ROUNDS = 8
+RISK_SEARCHES = 8
 """Searches under ever tighter limits before DoesNotFitError is raised."""
 
-Parts = Mapping[str, float]
+PeakParts = Mapping[str, float]
 
 
 def make_plan_at_risk(
@@ -60,7 +60,7 @@ def make_plan_at_risk(
         for kind, device in cluster.kinds.items()
     }
     last = 0.0
-    for _ in range(ROUNDS):
+    for _ in range(RISK_SEARCHES):
         try:
             plan = make_plan(model, _limit_memory(cluster, limits), job, constraints, **options)
         except DoesNotFitError as error:
@@ -74,7 +74,7 @@ def make_plan_at_risk(
             raise KeyboardInterrupt
         limits = _tighten_limits(plan, simulate_plan(plan, model, cluster), cluster, corrections, limits, risk)
     raise DoesNotFitError(
-        f"None of the {ROUNDS} plans found fits within the requested risk.",
+        f"None of the {RISK_SEARCHES} plans found fits within the requested risk.",
         where="--max-oom-probability",
         seen=f"{last:.1%} in the last one",
         allowed=f"{risk:.1%}",
@@ -118,7 +118,7 @@ def analytic_limit_bytes(correction: MemoryCorrection, limit_bytes: float, risk:
     return WORKSPACE_BYTES + (limit_bytes / (1.0 + correction.error_quantile(risk)) - constant) / least
 
 
-def peak_parts(simulation: PlanSimulation, kind: str = "") -> tuple[Parts, ...]:
+def peak_parts(simulation: PlanSimulation, kind: str = "") -> tuple[PeakParts, ...]:
     """Return, for each lane, the parts of the analytic peak on its device of this kind.
 
     Without such a device, or if all devices hold the same, they are the parts of the device that is fullest relative to
@@ -130,12 +130,12 @@ def peak_parts(simulation: PlanSimulation, kind: str = "") -> tuple[Parts, ...]:
     )
 
 
-def analytic_parts(device: DevicePeak) -> Parts:
-    """Return the parts of an analytic peak, by the names in `PARTS` of `cost/memory/correction.py`. Memory of the end
-    of an iteration counts as messages."""
+def analytic_parts(device: DevicePeak) -> PeakParts:
+    """Return the parts of an analytic peak, by the names in `PEAK_PARTS` of `cost/memory/correction.py`. Memory of the
+    end of an iteration counts as messages."""
     ends = device.peak_bytes > device.curve.peak_bytes
     moving = {"messages": device.peak_bytes - device.static_bytes} if ends else device.curve.parts_bytes
-    return {name: float({**device.static, **moving}.get(name, 0.0)) for name in PARTS}
+    return {name: float({**device.static, **moving}.get(name, 0.0)) for name in PEAK_PARTS}
 
 
 def attach_risk(plan: Plan, model: Model, cluster: Cluster, facts: MemoryFacts) -> Plan:

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from pipefit.codec import added_later, content_digest, translated
 from pipefit.layout import Mesh, MeshAxis
+from pipefit.model.analysis.saved import Recompute as Recompute
 from pipefit.optimizers import DEFAULT
 from pipefit.optimizers.sharded_state import decode_decisions, encode_decisions
 from pipefit.precision import Precision
 from pipefit.schedule.actions import EVERY, RoundRobin, Schedule, parse_lanes
 
-Recompute = Literal["none", "selective", "full"]
 Documents = Literal["joined", "apart"]
 Divide = Literal["samples", "images"]
 

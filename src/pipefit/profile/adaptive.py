@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipefit.cost.types import Array
 from pipefit.profile.classes import HostClasses
 from pipefit.profile.completion import LinkCompletion, complete_links, mean_logs, subtract_noise
-from pipefit.profile.effects import Array
 from pipefit.profile.estimate import Bools, LinkShape, LinkTable, tabulate_samples
 from pipefit.profile.links import LinkSample
-from pipefit.profile.tournament import Pair, round_robin
+from pipefit.profile.tournament import HostPair, round_robin
 
 TARGET = 0.03
 """Mean relative error of predicted links at which measuring stops."""
 
-FAR = 5.0
+MISS_TARGETS = 5.0
 """A prediction that is off by more than this many targets (and three standard deviations of the noise) is a miss."""
 
 MISSES = 0.01
@@ -35,23 +35,23 @@ MISSES = 0.01
 OPEN = 0.02
 """Allowed share of unmeasured links between uncompared classes, which may be one class."""
 
-SMALL = 16
+ALL_PAIRS_HOSTS = 16
 """Up to this number of hosts all pairs are measured."""
 
 PATIENCE = 24
 """Rounds before poor predictions are given up: structure of low rank shows only then (`low_rank.py`)."""
 
-MOST = 0.6
+MAX_FAILED_SHARE = 0.6
 """After this share of a tournament without success the rest is measured too."""
 
-Games = list[list[Pair]]
+OpenGames = list[list[HostPair]]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRound:
     """One round that was predicted before it was measured."""
 
-    ways: tuple[Pair, ...]
+    ways: tuple[HostPair, ...]
     "Ordered pairs of member positions."
     predicted: Array
     "[pair]: logarithms."
@@ -102,7 +102,7 @@ class AdaptiveSurvey:
     ) -> None:
         self.members, self.target, self.wanted = list(members), target, rounds_wanted
         self._random = random.Random(seed)
-        self._grid: Games = round_robin(self._random.sample(self.members, len(self.members)))
+        self._grid: OpenGames = round_robin(self._random.sample(self.members, len(self.members)))
         self._random.shuffle(self._grid)
         self._met: set[frozenset[int]] = set()
         self._audits: list[AuditRound] = []
@@ -111,7 +111,7 @@ class AdaptiveSurvey:
         self.progress = SurveyProgress(full_rounds=len(self._grid))
         self.batch = max(2, round(len(members) ** 0.5 / 2))
 
-    def next_rounds(self, samples: Sequence[LinkSample]) -> Games:
+    def next_rounds(self, samples: Sequence[LinkSample]) -> OpenGames:
         """Return the rounds to measure next, given all samples so far; an empty list when no more are needed."""
         if not self._met:
             batch = _neighbour_rounds(self.members) + [self._from_grid() for _ in range(self.batch)]
@@ -145,7 +145,7 @@ class AdaptiveSurvey:
         self.progress.everything = len(self._met) == len(self.members) * (len(self.members) - 1) // 2
         return batch
 
-    def _from_grid(self) -> list[Pair]:
+    def _from_grid(self) -> list[HostPair]:
         """Return a remaining round of the tournament, without the pairs already measured."""
         while self._grid:
             pairs = [pair for pair in self._grid.pop() if frozenset(pair) not in self._met]
@@ -166,7 +166,7 @@ class AdaptiveSurvey:
         claimed = np.concatenate([recent.claimed for recent in self._audits[-2:]])
         away = np.abs(errors)
         self.progress.held_out.append(subtract_noise(float(away.mean()), float(np.sqrt(2 / np.pi * noise))))
-        far = FAR * self.target
+        far = MISS_TARGETS * self.target
         self.progress.misses = float(np.mean(away > far + 3 * np.sqrt(noise)))
         self.progress.doubt = max(0.0, float(np.mean(errors**2)) - noise) / max(1e-12, float(np.mean(claimed)))
         unmeasured = ~found.logs.measured & ~np.eye(len(self.members), dtype=bool)
@@ -188,9 +188,9 @@ class AdaptiveSurvey:
         clustered = completion is not None and completion.alike is not None
         stuck = not clustered and len(held_out) >= 2 and held_out[-1] > max(2 * self.target, 0.8 * held_out[-2])
         stuck = stuck and self.progress.rounds >= PATIENCE
-        return stuck or self.progress.rounds > MOST * self.progress.full_rounds
+        return stuck or self.progress.rounds > MAX_FAILED_SHARE * self.progress.full_rounds
 
-    def _choose_rounds(self, found: LinkCompletion, audit: Sequence[Pair]) -> Games:
+    def _choose_rounds(self, found: LinkCompletion, audit: Sequence[HostPair]) -> OpenGames:
         """Return the rounds of a batch beside its audit: the most uncertain pairs, or any pairs if no structure was
         found."""
         if found.alike is None and found.held_out > 2 * self.target:
@@ -202,7 +202,7 @@ class AdaptiveSurvey:
         compared = found.alike.compared.copy() if found.alike else np.ones((count, count), dtype=bool)
         gap = found.alike.gap if found.alike else 0.0
         met = {*self._met, *(frozenset(pair) for pair in audit)}
-        result: Games = []
+        result: OpenGames = []
         for _ in range(self.batch - 1):
             value = score + gap**2 * _comparison_value(labels, compared)
             pairs = self._match_pairs(value, met, labels, compared)
@@ -210,7 +210,7 @@ class AdaptiveSurvey:
             result.append(pairs)
         return result
 
-    def _match_pairs(self, value: Array, met: set[frozenset[int]], labels: Array, compared: Bools) -> list[Pair]:
+    def _match_pairs(self, value: Array, met: set[frozenset[int]], labels: Array, compared: Bools) -> list[HostPair]:
         """Return disjoint unmeasured pairs, the most valuable first, and mark the classes that they compare.
 
         Two pairs of one round compare the same two classes only if no other classes are left.
@@ -264,7 +264,7 @@ def _comparison_value(labels: Array, compared: Bools) -> Array:
     return np.asarray((worth / largest if largest else worth)[labels[:, None], labels[None, :]])
 
 
-def _neighbour_rounds(members: Sequence[int]) -> Games:
+def _neighbour_rounds(members: Sequence[int]) -> OpenGames:
     """Return two rounds that chain the members in order: hosts with neighbouring names often share a rack."""
     even = [(members[i], members[i + 1]) for i in range(0, len(members) - 1, 2)]
     odd = [(members[i], members[i + 1]) for i in range(1, len(members) - 1, 2)]

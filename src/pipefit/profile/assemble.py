@@ -3,6 +3,7 @@ measurement."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,13 +21,13 @@ from pipefit.cluster.measured import (
     RailCurve,
 )
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.cost.types import Array
 from pipefit.errors import ClusterError
-from pipefit.profile.effects import Array
 from pipefit.profile.estimate import LinkShape, PairTimes, pair_times
 from pipefit.profile.facts import CPU, DeviceRates, ProfileMember
 from pipefit.profile.links import LinkSample, latency_and_bandwidth
 
-ALIKE = 0.25
+LINK_CLASS_TOLERANCE = 0.25
 """Hosts whose inner links differ by less than this share belong to one link class."""
 
 
@@ -192,7 +193,7 @@ def _link_classes(
         kind = kinds[findings.members[hosts[host][0]].kind]
         for other_kind, group in groups:
             largest_s = _over_pairs(times[group[0]])[-1]
-            if kind == other_kind and abs(_over_pairs(link_times)[-1] - largest_s) < ALIKE * largest_s:
+            if kind == other_kind and abs(_over_pairs(link_times)[-1] - largest_s) < LINK_CLASS_TOLERANCE * largest_s:
                 group.append(host)
                 break
         else:
@@ -231,40 +232,44 @@ def _measured_rails(
     for index, (name, samples) in enumerate(findings.rails.items()):
         ranks = [members[min(index, len(members) - 1)] for members in hosts.values()]
         notes = findings.surveys.get(name)
-        times = pair_times(
-            samples, ranks, shape=notes.shape if notes else None, predict=notes is not None and notes.predicts
-        )
+        shape = notes.shape if notes else None
+        times = pair_times(samples, ranks, shape=shape, predict=notes is not None and notes.predicts)
         _require_measured(times, list(hosts), f"on rail {name}")
-        count = len(ranks)
-        fits = {
-            (a, b): latency_and_bandwidth(times.sizes_bytes, times.time_s[:, a, b])
-            for a in range(count)
-            for b in range(count)
-            if a != b
-        }
-        fastest = max(bandwidth for _, bandwidth in fits.values())
-        rails.append(
-            Rail(
-                name=name,
-                latency_s=tuple(tuple(fits.get((a, b), (0.0, 0.0))[0] for b in range(count)) for a in range(count)),
-                bandwidth_bytes_per_s=tuple(
-                    tuple(fits.get((a, b), (0.0, fastest))[1] for b in range(count)) for a in range(count)
-                ),
-                repeatability=_as_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
-                shared_ports=_shared_ports(notes.sharing if notes else None),
-            )
-        )
-        predicted = tuple(tuple(int(b) for b in np.flatnonzero(row)) for row in times.predicted)
-        curves[name] = RailCurve(
-            sizes_bytes=times.sizes_bytes,
-            time_s=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
-            spread=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
-            error=_as_matrix(np.where(np.eye(count, dtype=bool), 0.0, times.error)),
-            predicted=predicted if any(predicted) else (),
-            method=_link_method(notes, times) if notes else None,
-            sharing=notes.sharing if notes else None,
-        )
+        rails.append(_fitted_rail(name, times, notes))
+        curves[name] = _rail_curve(times, notes)
     return tuple(rails), curves
+
+
+def _fitted_rail(name: str, times: PairTimes, notes: RailNotes | None) -> Rail:
+    count = times.time_s.shape[1]
+    fits = {
+        (a, b): latency_and_bandwidth(times.sizes_bytes, times.time_s[:, a, b])
+        for a, b in itertools.permutations(range(count), 2)
+    }
+    fastest = max(bandwidth for _, bandwidth in fits.values())
+    return Rail(
+        name=name,
+        latency_s=tuple(tuple(fits.get((a, b), (0.0, 0.0))[0] for b in range(count)) for a in range(count)),
+        bandwidth_bytes_per_s=tuple(
+            tuple(fits.get((a, b), (0.0, fastest))[1] for b in range(count)) for a in range(count)
+        ),
+        repeatability=_as_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
+        shared_ports=_shared_ports(notes.sharing if notes else None),
+    )
+
+
+def _rail_curve(times: PairTimes, notes: RailNotes | None) -> RailCurve:
+    count = times.time_s.shape[1]
+    predicted = tuple(tuple(int(b) for b in np.flatnonzero(row)) for row in times.predicted)
+    return RailCurve(
+        sizes_bytes=times.sizes_bytes,
+        time_s=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
+        spread=tuple(_as_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
+        error=_as_matrix(np.where(np.eye(count, dtype=bool), 0.0, times.error)),
+        predicted=predicted if any(predicted) else (),
+        method=_link_method(notes, times) if notes else None,
+        sharing=notes.sharing if notes else None,
+    )
 
 
 def _link_method(notes: RailNotes, times: PairTimes) -> LinkMethod:

@@ -11,7 +11,7 @@ import numpy as np
 from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LayerPoint
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.cost.comm.collectives import ring_step
-from pipefit.cost.comm.direct import LEAST
+from pipefit.cost.comm.direct import MIN_FACTOR
 from pipefit.cost.comm.lowerings import DIRECT, CollectiveLowerings, direct_curve
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import digest_graph, layer_times
@@ -21,7 +21,7 @@ from pipefit.model.graph import Graph
 from pipefit.model.ops import KINDS
 from pipefit.profile.points import sizes_at
 
-PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes round the ring, of (devices - 1) steps each (Thakur, Rabenseifner and Gropp 2005)."""
 
 
@@ -59,8 +59,8 @@ def collective_curve(
         sizes_bytes=tuple(sizes_bytes),
         time_s=tuple(time_s),
         spread=tuple(spread),
-        latency_factor=max(LEAST, float(latency)),
-        bandwidth_factor=max(LEAST, float(bandwidth)),
+        latency_factor=max(MIN_FACTOR, float(latency)),
+        bandwidth_factor=max(MIN_FACTOR, float(bandwidth)),
     )
 
 
@@ -70,7 +70,7 @@ def _ring_coefficients(network: Network, operation: str, devices: Sequence[int])
     if operation in DIRECT:
         latency_s, rounds = CollectiveLowerings(network, [devices]).plain_lowering(*DIRECT[operation])
         return latency_s, rounds.s_per_byte((1 / count,) * count)
-    ring, steps = ring_step(network, operation, [devices]), PASSES[operation] * (count - 1)
+    ring, steps = ring_step(network, operation, [devices]), RING_PASSES[operation] * (count - 1)
     return steps * ring.latency_s, steps / count * ring.s_per_byte
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.profile.effects import Array
+from pipefit.cost.types import Array
 from pipefit.profile.estimate import Bools, LinkShape, LinkTable, LogTimes, link_logs
 
-APART = 4.0
+MIN_CLUSTER_GAP = 4.0
 """Minimum gap between the two clusters, in standard deviations."""
 
 LEAST_GAP = 0.08
 """Minimum gap between the two clusters, as a difference of logarithms."""
 
-PASSES = 3
+CLUSTER_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class HostClasses:
 def find_classes(table: LinkTable, bottleneck: bool = False) -> HostClasses | None:
     """Return the classes of the hosts in a table of one message size, or None."""
     known: HostClasses | None = None
-    for _ in range(PASSES):
+    for _ in range(CLUSTER_PASSES):
         logs = link_logs(table, LinkShape(classes=known.classes if known else (), bottleneck=bottleneck))
         now = _group_hosts(_beyond_hosts(logs, table, known))
         if now is None or (known is not None and now.classes == known.classes):
@@ -102,7 +102,7 @@ def split_values(values: Array) -> tuple[float, float] | None:
     best = int(np.argmin(inside))
     gap = float(high[best] - low[best])
     sigma = float(np.sqrt(max(0.0, inside[best]) / len(ordered)))
-    if gap < max(LEAST_GAP, APART * sigma):
+    if gap < max(LEAST_GAP, MIN_CLUSTER_GAP * sigma):
         return None
     return float((ordered[best] + ordered[best + 1]) / 2), gap
 

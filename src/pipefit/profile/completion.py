@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipefit.cost.types import Array
 from pipefit.profile.classes import HostClasses, find_classes
-from pipefit.profile.effects import Array
 from pipefit.profile.estimate import LinkShape, LinkTable, LogTimes, link_logs
 from pipefit.profile.low_rank import RANKS
 
 FOLDS = 3
-MANY = 4000
+ONE_FOLD_PAIRS = 4000
 """With this number of pairs a single fold is hidden."""
 
 SIMPLER = 1.05
@@ -120,7 +120,7 @@ def _hide_pairs(table: LinkTable, way: CompletionModel) -> tuple[Array, Array]:
     fold = np.random.default_rng(len(pairs)).permutation(len(pairs)) % FOLDS
     fold_of = fold[np.searchsorted(pairs, pair)]
     errors, claimed = [], []
-    for turn in range(FOLDS if len(pairs) < MANY else 1):
+    for turn in range(FOLDS if len(pairs) < ONE_FOLD_PAIRS else 1):
         seen, hidden = table.select_rows(fold_of != turn), table.select_rows(fold_of == turn)
         if not len(seen.one_way_s) or not len(hidden.one_way_s):
             continue

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Indices = NDArray[np.int64]
+from pipefit.cost.types import Array, Ints
 
 ABOVE, BELOW = 1.5, 3.0
 """Deviations above or below, in standard deviations, from which a measurement gets less weight (Huber 1964)."""
@@ -24,11 +22,11 @@ ABOVE, BELOW = 1.5, 3.0
 REWEIGHT = (5, 12, 25)
 """Iterations in which weights are renewed."""
 
-PASSING = 4.0
+MAX_MOMENT_DEVIATIONS = 4.0
 """Bound on the effect of a moment, in standard deviations. If many links were only ever measured together, their common
 deviation could come from the moment or from the links; then it is attributed to the links."""
 
-LEAST = 1e-10
+MIN_VARIANCE = 1e-10
 """The smallest variance: of logarithms, so 1e-5 of the value."""
 
 
@@ -37,7 +35,7 @@ class EffectTerm:
     """A grouping of the measurements: level[i] is the group of measurement i."""
 
     name: str
-    level: Indices
+    level: Ints
     count: int
     "Number of levels, with or without measurements."
     free: bool = False
@@ -88,7 +86,7 @@ def fit_effects(values: Array, terms: Sequence[EffectTerm], rounds: int = 50) ->
         shift = float((weight * residual).sum() / weight.sum())
         mean, residual = mean + shift, residual - shift
         if len(link.met) < count:
-            noise = max(LEAST, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
+            noise = max(MIN_VARIANCE, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
         if turn in REWEIGHT:
             weight = _robust_weights(residual + link.value[link.level], link.level, noise)
     return EffectFit(mean, {group.term.name: group.as_effect() for group in groups}, noise, residual, weight)
@@ -100,8 +98,8 @@ class _FittedTerm:
     def __init__(self, term: EffectTerm, values: Array) -> None:
         self.term = term
         self.met, level = np.unique(term.level, return_inverse=True)
-        self.level: Indices = level.astype(np.int64)
-        total_variance = max(LEAST, float(np.var(values)))
+        self.level: Ints = level.astype(np.int64)
+        total_variance = max(MIN_VARIANCE, float(np.var(values)))
         self.variance, self.most = (100 * total_variance, np.inf) if term.free else (total_variance / 2, np.inf)
         self.value, self.error = np.zeros(len(self.met)), np.zeros(len(self.met))
 
@@ -111,10 +109,12 @@ class _FittedTerm:
         known = np.bincount(self.level, weights=weight) + noise / self.variance
         self.value = np.bincount(self.level, weights=weight * residual) / known
         if self.term.passing:
-            self.value = np.clip(self.value, -PASSING * self.variance**0.5, PASSING * self.variance**0.5)
+            self.value = np.clip(
+                self.value, -MAX_MOMENT_DEVIATIONS * self.variance**0.5, MAX_MOMENT_DEVIATIONS * self.variance**0.5
+            )
         self.error = noise / known
         if not self.term.free:
-            self.variance = min(self.most, max(LEAST, float(np.mean(self.value**2 + self.error))))
+            self.variance = min(self.most, max(MIN_VARIANCE, float(np.mean(self.value**2 + self.error))))
         return np.asarray(residual - self.value[self.level])
 
     def as_effect(self) -> TermEffect:
@@ -123,18 +123,18 @@ class _FittedTerm:
         return TermEffect(value, error, self.variance)
 
 
-def _repetition_variance(values: Array, link: Indices) -> float:
-    """Return the pooled variance of the repetitions of each link, or `LEAST` without repetitions.
+def _repetition_variance(values: Array, link: Ints) -> float:
+    """Return the pooled variance of the repetitions of each link, or `MIN_VARIANCE` without repetitions.
 
     Without repetitions all differences between links are attributed to the links.
     """
     count = np.bincount(link)
     mean = np.bincount(link, weights=values) / np.maximum(count, 1)
     free = int(np.maximum(count - 1, 0).sum())
-    return max(LEAST, float(((values - mean[link]) ** 2).sum() / free)) if free else LEAST
+    return max(MIN_VARIANCE, float(((values - mean[link]) ** 2).sum() / free)) if free else MIN_VARIANCE
 
 
-def _robust_weights(values: Array, link: Indices, noise: float) -> Array:
+def _robust_weights(values: Array, link: Ints, noise: float) -> Array:
     """Return weights by the distance of each value from the lower median of its link.
 
     The distance from the model's expectation would treat a link that is unlike all others as a disturbance.

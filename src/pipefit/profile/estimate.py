@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.cost.types import Array, Ints
 from pipefit.profile.config import TINY
-from pipefit.profile.effects import Array, EffectFit, EffectTerm, Indices, fit_effects
+from pipefit.profile.effects import EffectFit, EffectTerm, fit_effects
 from pipefit.profile.links import LinkSample
 from pipefit.profile.low_rank import factor_residuals
 
@@ -29,12 +30,12 @@ class LinkTable:
 
     members: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
-    size: Indices
+    size: Ints
     "Index into `sizes_bytes`."
-    source: Indices
-    target: Indices
-    repeat: Indices
-    job: Indices
+    source: Ints
+    target: Ints
+    repeat: Ints
+    job: Ints
     one_way_s: Array
 
     def select_size(self, index: int) -> LinkTable:
@@ -115,7 +116,7 @@ def tabulate_samples(samples: Sequence[LinkSample], members: Sequence[int]) -> L
     sizes = sorted({sample.size_bytes for sample in chosen} | {TINY})
     size_index = {size: index for index, size in enumerate(sizes)}
 
-    def as_indices(values: list[int]) -> Indices:
+    def as_indices(values: list[int]) -> Ints:
         return np.array(values, dtype=np.int64)
 
     size = as_indices([size_index[sample.size_bytes] for sample in chosen])
@@ -208,7 +209,7 @@ def link_logs(table: LinkTable, shape: LinkShape) -> LogTimes:
     return LogTimes(log_s, error, measured, between, fit.noise + order, order, fit)
 
 
-def _term_levels(labels: Indices, a: Indices, b: Indices) -> dict[str, Indices]:
+def _term_levels(labels: Ints, a: Ints, b: Ints) -> dict[str, Ints]:
     """Return the level of every ordered pair in every term of a link."""
     kinds = int(labels.max()) + 1 if len(labels) else 1
     return {

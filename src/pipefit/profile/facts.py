@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-DTYPES = ("float64", "float32", "tf32", "bfloat16")
+DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 """Number types of measured matrix products. `tf32` takes float32 tensors."""
 
 LAYER_DTYPES = (*DTYPES, "fp8")

@@ -10,18 +10,16 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipefit.cluster.measured import ActionCurve
 from pipefit.cost.compute.curves import action_time_s, attention_features
+from pipefit.cost.types import Array
 from pipefit.profile.points import SMALLEST, WorkPoint
-
-Array = NDArray[np.float64]
 
 ODD = 0.03
 """Points that deviate from the fit by more than this share get less weight."""
 
-ROUNDS = 6
+REWEIGHTING_ROUNDS = 6
 """Rounds of reweighting."""
 
 STRAIGHT = 0.03
@@ -50,7 +48,7 @@ def fit_action(
     matrix = columns / scale / measured[:, None]
     wanted = np.maximum(0.0, 1 - fixed_s / measured)
     trust = np.ones(len(points))
-    for _ in range(ROUNDS):
+    for _ in range(REWEIGHTING_ROUNDS):
         weights = nnls(matrix * trust[:, None], wanted * trust, maxiter=50 * matrix.shape[1])[0]
         trust = 1 / np.sqrt(np.maximum(1.0, np.abs(matrix @ weights - wanted) / ODD))
     weights = weights / scale

@@ -17,13 +17,13 @@ import numpy as np
 
 from pipefit.profile.classes import merge_groups
 from pipefit.profile.links import Measure
-from pipefit.profile.sharing import AGAIN, SLOWER, Rates
-from pipefit.profile.tournament import Pair
+from pipefit.profile.sharing import SLOW_PAIR_REPEATS, SLOWER, Rates
+from pipefit.profile.tournament import HostPair
 
 LOOK, MOST = 6, 64
 """Rounds after which the search ends if no pair was slower, and the most rounds."""
 
-APART = 4
+SLOW_PAIR_WEIGHT = 4
 """A slow pair counts as much as this number of others: not every round fills an uplink, but only an uplink slows
 pairs."""
 
@@ -45,7 +45,9 @@ def find_flooded(members: Sequence[int], alone: Rates, size: int, measure: Measu
         pairs = [(order[i], order[(i + shift) % count]) for i in range(count)]
         for (a, b), slower in _measure_slowdown(pairs, alone, size, measure).items():
             matrix = parts if slower > SLOWER else joins
-            matrix[position[a], position[b]] = matrix[position[b], position[a]] = APART if slower > SLOWER else 1
+            matrix[position[a], position[b]] = matrix[position[b], position[a]] = (
+                SLOW_PAIR_WEIGHT if slower > SLOWER else 1
+            )
     if not parts.any():
         return {}
     joins[parts > 0] = 0
@@ -54,11 +56,11 @@ def find_flooded(members: Sequence[int], alone: Rates, size: int, measure: Measu
     return dict(zip(members, map(int, labels), strict=True)) if several else {}
 
 
-def _measure_slowdown(ways: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> Mapping[Pair, float]:
+def _measure_slowdown(ways: Sequence[HostPair], alone: Rates, size: int, measure: Measure) -> Mapping[HostPair, float]:
     """Return time beside all others over time alone, of the pairs that answered; the fastest repetition, if one seems
     slow."""
-    best: dict[Pair, float] = {}
-    for _ in range(1 + AGAIN):
+    best: dict[HostPair, float] = {}
+    for _ in range(1 + SLOW_PAIR_REPEATS):
         for pair, time_s in measure(ways, size).round_trip_s.items():
             best[pair] = min(best.get(pair, np.inf), time_s * alone[pair] / size)
         if max(best.values(), default=0.0) <= SLOWER:

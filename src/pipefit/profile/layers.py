@@ -22,10 +22,10 @@ from pipefit.precision import TENSOR_TYPE
 from pipefit.profile.points import WorkPoint, sizes_at
 from pipefit.run.session.faults import is_out_of_memory
 from pipefit.run.stage.products import use_product_type
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
-ACTIONS = ("F", "B", "I", "W")
+PROFILED_ACTIONS = ("F", "B", "I", "W")
 WINDOW_S = 0.02
 """A visit repeats its actions for this long."""
 
@@ -125,10 +125,7 @@ class StageBench:
             program = pace.pace_program(
                 StageProgram(
                     self.layers,
-                    device=self.device,
-                    dtype=self.dtype,
-                    products=self.product_type,
-                    slices=slice_count,
+                    StageSetup(device=self.device, dtype=self.dtype, products=self.product_type, slices=slice_count),
                 )
             )
             wide = torch.promote_types(self.dtype, torch.float32)
@@ -192,7 +189,7 @@ class StageBench:
         return event
 
     def _mark_durations(self, marks: Sequence[Sequence[Any]]) -> Visit:
-        calls: dict[str, list[Call]] = {action: [] for action in ACTIONS}
+        calls: dict[str, list[Call]] = {action: [] for action in PROFILED_ACTIONS}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for line in marks:
@@ -282,7 +279,8 @@ def unsettled_points(samples: Sequence[PointSamples]) -> list[int]:
         index
         for index, sample in enumerate(samples)
         if any(
-            len(times) < 2 or times[1] > times[0] * (1 + SETTLED) for times in map(sample.undisturbed_times, ACTIONS)
+            len(times) < 2 or times[1] > times[0] * (1 + SETTLED)
+            for times in map(sample.undisturbed_times, PROFILED_ACTIONS)
         )
     ]
 
@@ -297,7 +295,7 @@ def typical_times(visits: Sequence[Visit], crowding: float = 1.0) -> tuple[dict[
     """
     of_visits = min if pace.emulated_device() is None else statistics.median
     seconds, spread = {}, {}
-    for action in ACTIONS:
+    for action in PROFILED_ACTIONS:
         visit_times = undisturbed_times(visits, action)
         seconds[action] = of_visits(visit_times) * crowding
         spread[action] = (visit_times[-1] - visit_times[0]) / visit_times[0]
@@ -326,4 +324,4 @@ def action_overhead(dtype: str, device: torch.device, rounds: int = 5) -> dict[s
     samples = [PointSamples(index, WorkPoint(1, 1)) for index in range(2)]
     survey_points(benches, samples, rounds)
     single, deep = (typical_times(sample.visits[1:])[0] for sample in samples)
-    return {action: max(0.0, (DEEP * single[action] - deep[action]) / (DEEP - 1)) for action in ACTIONS}
+    return {action: max(0.0, (DEEP * single[action] - deep[action]) / (DEEP - 1)) for action in PROFILED_ACTIONS}

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipefit.cluster.measured import HostUplink, PortSharing
 from pipefit.codec import from_data, to_data
-from pipefit.profile.adaptive import SMALL, AdaptiveSurvey
+from pipefit.profile.adaptive import ALL_PAIRS_HOSTS, AdaptiveSurvey
 from pipefit.profile.assemble import RailNotes
 from pipefit.profile.classes import find_classes
 from pipefit.profile.completion import complete_links
@@ -33,7 +33,7 @@ from pipefit.profile.sharing import (
     measure_uplinks,
 )
 from pipefit.profile.state import ProfileSession
-from pipefit.profile.tournament import Pair, round_robin, shuffle_members, shuffle_rounds, thin_rounds
+from pipefit.profile.tournament import HostPair, round_robin, shuffle_members, shuffle_rounds, thin_rounds
 from pipefit.profile.wire import MOST_BYTES, LinkEndpoint
 
 PROBE = 64 * 2**10
@@ -48,11 +48,11 @@ MEASURE_S = 0.1
 SHARED_S = 0.02
 """Duration of each message when several are sent at once."""
 
-ROUNDS, SAMPLE = 4, 8
+ALONE_ROUNDS, ALONE_PAIRS = 4, 8
 """With many hosts: rounds, and pairs of each round, that are also measured alone, to detect whether pairs disturb each
 other."""
 
-LEAST = 6
+MIN_CLASS_HOSTS = 6
 """Minimum number of hosts for finding classes."""
 
 DECIDE_S = 600.0
@@ -68,7 +68,7 @@ class RoundRules:
     classes: dict[int, int] = field(default_factory=dict)
     "By rank: at most one pair at a time leaves each class; empty for no such limit."
 
-    def limit_rounds(self, games: Games) -> list[list[Pair]]:
+    def limit_rounds(self, games: Games) -> list[list[HostPair]]:
         return thin_rounds(games, self.width, self.classes or None)
 
 
@@ -106,16 +106,16 @@ class HostLinkSurvey:
     def measure_all(self) -> None:
         """Run the complete survey."""
         games = shuffle_members([self.ranks])(0)
-        few = len(self.ranks) <= SMALL
+        few = len(self.ranks) <= ALL_PAIRS_HOSTS
         self.sizes = _settle_sizes(self.session, self.wire, games[:1])
         self.session.require_all(self.phase)
         self.session.show(f"{self.phase}: do simultaneous pairs disturb each other", 0, 1)
-        looked = games if few else games[:ROUNDS]
-        crowd = measure_crowd(looked, self.shared_bytes, self._measure_unless_lost, sample=0 if few else SAMPLE)
+        looked = games if few else games[:ALONE_ROUNDS]
+        crowd = measure_crowd(looked, self.shared_bytes, self._measure_unless_lost, sample=0 if few else ALONE_PAIRS)
         self.session.require_all(self.phase)
         rules = self._spread_out(crowd) if crowd.is_disturbed else RoundRules(len(self.ranks))
         wanted = self.session.config.host_rounds
-        everything = wanted == "all" or (wanted == "auto" and len(self.ranks) <= SMALL)
+        everything = wanted == "all" or (wanted == "auto" and len(self.ranks) <= ALL_PAIRS_HOSTS)
         if everything:
             self._survey_links(lambda repeat: rules.limit_rounds(shuffle_members([self.ranks])(repeat)))
             shape, held_out, predicts = self._host_shape(), None, False
@@ -161,7 +161,7 @@ class HostLinkSurvey:
 
     def _host_shape(self) -> LinkShape | None:
         """Return the structure of the hosts' links if all pairs were measured; link times are shrunk towards it."""
-        if len(self.ranks) < LEAST:
+        if len(self.ranks) < MIN_CLASS_HOSTS:
             return None
         told = self._agree_on(lambda: to_data(complete_links(_largest_messages(self.found, self.ranks)).shape))
         return from_data(LinkShape, told, "shape")
@@ -171,8 +171,8 @@ class HostLinkSurvey:
 
         One pair per rack, if racks are found and that suffices; else one pair per sixteen hosts.
         """
-        alone = RoundRules(max(1, len(self.ranks) // SMALL))
-        if len(self.ranks) <= SMALL:
+        alone = RoundRules(max(1, len(self.ranks) // ALL_PAIRS_HOSTS))
+        if len(self.ranks) <= ALL_PAIRS_HOSTS:
             slow = [pair for pair, slower in found.slowdown.items() if slower > SLOWER]
             classes = find_racks(self.ranks, found, self.shared_bytes, self._measure_unless_lost)
             explained = all(_crosses_class(pair, classes) for pair in slow)
@@ -187,8 +187,10 @@ class HostLinkSurvey:
         if not explained:
             return alone
         rules = RoundRules(len(self.ranks), classes)
-        fullest = sorted(rules.limit_rounds(shuffle_members([self.ranks])(0)), key=len, reverse=True)[: 2 * ROUNDS]
-        again = measure_crowd(fullest, self.shared_bytes, self._measure_unless_lost, sample=SAMPLE)
+        fullest = sorted(rules.limit_rounds(shuffle_members([self.ranks])(0)), key=len, reverse=True)[
+            : 2 * ALONE_ROUNDS
+        ]
+        again = measure_crowd(fullest, self.shared_bytes, self._measure_unless_lost, sample=ALONE_PAIRS)
         self.session.require_all(self.phase)
         return alone if again.is_disturbed else rules
 
@@ -196,7 +198,7 @@ class HostLinkSurvey:
         """Return racks, from the hosts that are slower beside others; empty if none are visible."""
         beside = LinkSurvey()
         survey_pairs(
-            lambda repeat: shuffle_members([self.ranks])(repeat)[: 4 * SMALL], [self.shared_bytes], 2,
+            lambda repeat: shuffle_members([self.ranks])(repeat)[: 4 * ALL_PAIRS_HOSTS], [self.shared_bytes], 2,
             self.wire.measure, found=beside, after_round=_progress_callback(self.session, f"{self.phase}: pairs "
             "that disturb each other"),
         )  # fmt: skip
@@ -240,7 +242,7 @@ class HostLinkSurvey:
         self.session.require_all(self.phase)
         return build_sharing(self.ranks, ports, uplinks)
 
-    def _measure_unless_lost(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def _measure_unless_lost(self, pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         """`LinkEndpoint.measure`, but empty once a rank is lost: then the measurement cannot succeed any more."""
         return RoundOutcome({}) if self.session.board.lost else self.wire.measure(pairs, size)
 
@@ -257,14 +259,14 @@ def _largest_messages(found: LinkSurvey, ranks: Sequence[int]) -> LinkTable:
     return table.select_size(len(table.sizes_bytes) - 1)
 
 
-def _crosses_class(pair: Pair, classes: dict[int, int]) -> bool:
+def _crosses_class(pair: HostPair, classes: dict[int, int]) -> bool:
     """Return whether a pair leaves or enters a class of several hosts."""
     first, second = (classes[member] for member in pair)
     labels = list(classes.values())
     return first != second and max(labels.count(first), labels.count(second)) > 1
 
 
-def _parse_rounds(told: Sequence[Sequence[Sequence[int]]]) -> list[list[Pair]]:
+def _parse_rounds(told: Sequence[Sequence[Sequence[int]]]) -> list[list[HostPair]]:
     """Convert JSON lists to rounds of pairs."""
     return [[(a, b) for a, b in pairs] for pairs in told]
 

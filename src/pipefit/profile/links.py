@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipefit.profile.effects import Array
-from pipefit.profile.tournament import Pair
+from pipefit.cost.types import Array
+from pipefit.profile.tournament import HostPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class LinkSample:
 class RoundOutcome:
     """The results of one round of pairs."""
 
-    round_trip_s: Mapping[Pair, float]
+    round_trip_s: Mapping[HostPair, float]
     lost: Mapping[int, str] = field(default_factory=dict)
     "Lost members, and the symptom."
 
@@ -48,12 +48,12 @@ class LinkSurvey:
     lost: dict[int, str] = field(default_factory=dict)
 
 
-Measure = Callable[[Sequence[Pair], int], RoundOutcome]
+Measure = Callable[[Sequence[HostPair], int], RoundOutcome]
 """Measures ordered pairs (source, target) at the same time: seconds from sending `size` bytes until the tiny answer
 arrives. All members call it with the same arguments."""
 
 
-Games = Sequence[Sequence[Pair]]
+Games = Sequence[Sequence[HostPair]]
 """Rounds of disjoint pairs."""
 
 

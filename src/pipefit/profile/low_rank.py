@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipefit.profile.effects import Array, Indices
+from pipefit.cost.types import Array, Ints
 
 RANKS = (2, 4, 6)
 """Ranks to try: distances in a plane are nearly products of these ranks."""
 
-TURNS = 20
+ALTERNATIONS = 20
 
-RIDGE = 0.02
+FACTOR_RIDGE = 0.02
 """Ridge weight, relative to the data of an average host."""
 
 UNSEEN = 1e-3
 
 
-def factor_residuals(values: Array, source: Indices, target: Indices, count: int, rank: int) -> Array:
+def factor_residuals(values: Array, source: Ints, target: Ints, count: int, rank: int) -> Array:
     """Return [source, target]: the product of rank `rank` fitted to the values (one a measurement) minus the host
     effects.
 
@@ -37,7 +37,7 @@ def factor_residuals(values: Array, source: Indices, target: Indices, count: int
     draw = np.random.default_rng(rank)
     left, right = draw.normal(0.0, 0.1, (count, rank)), draw.normal(0.0, 0.1, (count, rank))
     mean, host = float(values.mean()), np.zeros(count)
-    for _ in range(TURNS):
+    for _ in range(ALTERNATIONS):
         rest = (seen - mean - host[None, :] - (left @ right.T)) * weight
         host = rest.sum(axis=1) / np.maximum(weight.sum(axis=1), 1.0)
         rest = (seen - mean - host[:, None] - host[None, :]) * weight
@@ -50,6 +50,6 @@ def factor_residuals(values: Array, source: Indices, target: Indices, count: int
 def _solve_factors(rest: Array, weight: Array, other: Array) -> Array:
     """Return the factor of every row, by least squares with a ridge."""
     squares = np.einsum("ij,jr,js->irs", weight, other, other, optimize=True)
-    ridge = RIDGE * max(UNSEEN, float(np.mean(other**2))) * np.maximum(weight.sum(axis=1), 1.0)
+    ridge = FACTOR_RIDGE * max(UNSEEN, float(np.mean(other**2))) * np.maximum(weight.sum(axis=1), 1.0)
     squares += ridge[:, None, None] * np.eye(other.shape[1])
     return np.asarray(np.linalg.solve(squares, (rest @ other)[:, :, None])[:, :, 0])

@@ -17,9 +17,9 @@ import numpy as np
 from pipefit.cluster.measured import HostUplink, PortSharing
 from pipefit.profile.classes import merge_groups
 from pipefit.profile.links import Games, Measure
-from pipefit.profile.tournament import Pair
+from pipefit.profile.tournament import HostPair
 
-AGAIN = 2
+SLOW_PAIR_REPEATS = 2
 """Number of repeated measurements of pairs that seem slow."""
 
 SLOWER = 1.25
@@ -31,7 +31,7 @@ MUCH = 0.75
 TWO = 1.2
 """Two simultaneous messages that take this many times as long as the slower one alone share a port."""
 
-Rates = Mapping[Pair, float]
+Rates = Mapping[HostPair, float]
 """Bytes per second of each ordered pair alone."""
 
 
@@ -40,7 +40,7 @@ class CrowdMeasurement:
     """Ordered pairs that were measured alone, and beside other pairs of a round."""
 
     alone: Rates
-    slowdown: Mapping[Pair, float]
+    slowdown: Mapping[HostPair, float]
     "Time beside others over time alone."
 
     @property
@@ -65,10 +65,10 @@ def measure_crowd(games: Games, size: int, measure: Measure, *, sample: int = 0,
     order = random.Random(seed)
     rounds = [_reverse_pairs(pairs, turned) for pairs in games if len(pairs) > 1 for turned in (False, True)]
     chosen = [order.sample(pairs, min(sample or len(pairs), len(pairs))) for pairs in rounds]
-    beside: dict[Pair, float] = {}
-    alone: dict[Pair, float] = {}
-    for turn in range(1 + AGAIN):
-        jobs: list[tuple[Sequence[Pair], dict[Pair, float]]] = []
+    beside: dict[HostPair, float] = {}
+    alone: dict[HostPair, float] = {}
+    for turn in range(1 + SLOW_PAIR_REPEATS):
+        jobs: list[tuple[Sequence[HostPair], dict[HostPair, float]]] = []
         for pairs, selected in zip(rounds, chosen, strict=True):
             again = [pair for pair in selected if turn == 0 or beside.get(pair, 0.0) > SLOWER * alone.get(pair, np.inf)]
             jobs += [([pair], alone) for pair in again] + ([(pairs, beside)] if again else [])
@@ -88,8 +88,8 @@ def find_racks(members: Sequence[int], found: CrowdMeasurement, size: int, measu
     Two suspects at a time send to other hosts, three times to different ones. If their joint rate is always below the
     sum of their rates alone, they share an uplink. Needs the rate of every pair alone.
     """
-    tries: dict[Pair, list[list[Pair]]] = {}
-    slow: set[Pair] = set()
+    tries: dict[HostPair, list[list[HostPair]]] = {}
+    slow: set[HostPair] = set()
     for couple in itertools.combinations(found.find_suspects(), 2):
         tries[couple] = _choose_targets(*couple, members, found)
         if (
@@ -106,21 +106,21 @@ def find_racks(members: Sequence[int], found: CrowdMeasurement, size: int, measu
     return dict(zip(members, (int(label) for label in merge_groups(joins, parts)), strict=True))
 
 
-def _slow_senders(tries: Mapping[Pair, Sequence[Sequence[Pair]]], slow: set[Pair]) -> set[Pair]:
+def _slow_senders(tries: Mapping[HostPair, Sequence[Sequence[HostPair]]], slow: set[HostPair]) -> set[HostPair]:
     """Return the slow couples that share their own uplink, not their targets' downlink.
 
     A couple is sure if one of its target couples was not slow. A couple whose target couples were all slow is left out
     if one of these is sure.
     """
 
-    def couples_with(couple: Pair) -> list[Pair]:
+    def couples_with(couple: HostPair) -> list[HostPair]:
         return [(min(x, y), max(x, y)) for (_, x), (_, y) in tries[couple]]
 
     sure = {couple for couple in slow if any(to not in slow for to in couples_with(couple))}
     return {couple for couple in slow if couple in sure or not any(to in sure for to in couples_with(couple))}
 
 
-def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMeasurement) -> list[list[Pair]]:
+def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMeasurement) -> list[list[HostPair]]:
     """Return up to three pairs of links from two hosts to two others, over links that were slowed down.
 
     The fastest come first; pairs with a much lower demand are omitted.
@@ -130,7 +130,7 @@ def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMe
         links = [(source, m) for m in members if m not in taken and found.slowdown.get((source, m), 1.0) > SLOWER]
         return max(links, key=lambda way: found.alone[way], default=(source, None))[1]
 
-    result: list[list[Pair]] = []
+    result: list[list[HostPair]] = []
     used, wanted = {one, other}, 0.0
     for _ in range(3):
         first = best_target(one, used)
@@ -146,7 +146,7 @@ def _choose_targets(one: int, other: int, members: Sequence[int], found: CrowdMe
     return result
 
 
-def _joint_slowdown(pairs: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> float:
+def _joint_slowdown(pairs: Sequence[HostPair], alone: Rates, size: int, measure: Measure) -> float:
     """Return the sum of the pairs' rates alone over the sum of their rates together."""
     reached = fsum(_joint_rates(pairs, size, 1, measure).values())
     return fsum(alone[pair] for pair in pairs) / reached if reached else 1.0
@@ -280,7 +280,7 @@ def _class_limit(
     return None
 
 
-def _links_across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates, turned: bool) -> list[Pair]:
+def _links_across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates, turned: bool) -> list[HostPair]:
     """Return a link from each host to (`turned`: from) a different host outside: its fastest, other classes in turn."""
     free = [member for member in classes if member not in hosts]
     used: dict[int, int] = {}
@@ -294,9 +294,9 @@ def _links_across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates
     return pairs
 
 
-def _joint_rates(pairs: Sequence[Pair], size: int, repeats: int, measure: Measure) -> Rates:
+def _joint_rates(pairs: Sequence[HostPair], size: int, repeats: int, measure: Measure) -> Rates:
     """Return bytes per second of simultaneous pairs, each by its fastest repetition."""
-    best: dict[Pair, float] = {}
+    best: dict[HostPair, float] = {}
     for _ in range(repeats):
         for pair, time_s in measure(pairs, size).round_trip_s.items():
             best[pair] = max(best.get(pair, 0.0), size / time_s)
@@ -317,5 +317,5 @@ def build_sharing(
     )
 
 
-def _reverse_pairs(pairs: Sequence[Pair], turned: bool) -> list[Pair]:
+def _reverse_pairs(pairs: Sequence[HostPair], turned: bool) -> list[HostPair]:
     return [(b, a) if turned else (a, b) for a, b in pairs]

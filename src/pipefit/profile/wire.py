@@ -14,7 +14,7 @@ from pipefit.cost.comm.lowerings import DIRECT
 from pipefit.profile.board import StoreExchange
 from pipefit.profile.config import TINY
 from pipefit.profile.links import RoundOutcome
-from pipefit.profile.tournament import Pair
+from pipefit.profile.tournament import HostPair
 from pipefit.run.sharded.parts import GATHERS, SCATTERS, ShardContext
 from pipefit.run.transfers.comms import all_gather, exchange, reduce_scatter
 
@@ -34,7 +34,7 @@ class LinkEndpoint:
         self.bytes_per_s = float("inf")
         "Of the median link, roughly."
 
-    def measure(self, pairs: Sequence[Pair], size: int) -> RoundOutcome:
+    def measure(self, pairs: Sequence[HostPair], size: int) -> RoundOutcome:
         """Measure one round: this rank runs its own pairs, all at once, and every rank gets all results. See
         `links.Measure`.
 
@@ -60,7 +60,7 @@ class LinkEndpoint:
         lost = {rank: why for rank, why in self.board.lost.items() if rank not in known}
         return RoundOutcome(times, lost)
 
-    def _play_pairs(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
+    def _play_pairs(self, mine: Sequence[HostPair], size: int) -> dict[HostPair, float]:
         """Return the seconds from the start of a message until its tiny answer, for the pairs in which this rank sends.
 
         Each is the `lower_quartile` of the repetitions without the first.
@@ -69,7 +69,7 @@ class LinkEndpoint:
         sources = [source for source, target in mine if target == rank]
         targets = [target for source, target in mine if source == rank]
         self._reserve_buffers(size, len(sources))
-        trips: dict[Pair, list[float]] = {(rank, target): [] for target in targets}
+        trips: dict[HostPair, list[float]] = {(rank, target): [] for target in targets}
         for _ in range(message_repeats(size, self.most_bytes) + 1):
             start = time.perf_counter()
             sent = [group.send([self._big[0][:size]], target, 0) for target in targets]
@@ -85,7 +85,7 @@ class LinkEndpoint:
             self._synchronize_device()
         return {pair: lower_quartile(times[1:]) for pair, times in trips.items()}
 
-    def _flood_pairs(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
+    def _flood_pairs(self, mine: Sequence[HostPair], size: int) -> dict[HostPair, float]:
         """Return the seconds per message, for the pairs in which this rank receives; all messages are sent at the
         start."""
         rank, group, count = self.board.rank, dist.group.WORLD, message_repeats(size, self.most_bytes)

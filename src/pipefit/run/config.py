@@ -67,6 +67,9 @@ class TrainConfig:
     "Write TensorBoard files as well."
     trace_step: int = 0
     "Write the times of this step's actions to trace.json."
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """Gradients that are not finite: stop the run, or skip the step, for which the host waits for the norm of every
+    step. float16 always skips, and halves the scale of the loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     "auto, cpu or cuda."
     heartbeat_timeout_s: float = 60.0
@@ -94,6 +97,7 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
         "keep_checkpoints": (config.keep_checkpoints >= 1, "1 or more"),
         "log_every": (config.log_every >= 1, "1 or more"),
         "heartbeat_timeout_s": (0 < config.heartbeat_timeout_s < math.inf, "above 0, in seconds"),
+        "nonfinite": (config.nonfinite in ("stop", "skip"), "stop or skip"),
         "device": (config.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
     }
     for name, (good, allowed) in limits.items():

@@ -20,10 +20,8 @@ from pipefit.layout import IDENTITY, TensorForm, shard_form
 from pipefit.model.graph import Graph, Layer, Model, element_count
 from pipefit.shard.frontier import solve_between
 from pipefit.shard.pricing import PricedLayer, ShardSetting, is_hidden_state, number_of, price_layer
-from pipefit.shard.recipe import ShardRecipe, recipe_of
+from pipefit.shard.recipe import DeviceShares, ShardRecipe, recipe_of
 from pipefit.shard.template import ChosenProgram, PricedTemplate, choose_program, held_fractions
-
-Shares = tuple[int, ...]
 
 Pinned = tuple[tuple[str, TensorForm, bool], ...]
 """For each parameter of a layer that other layers share: local name, form, and whether this layer counts it. The first
@@ -43,7 +41,7 @@ class ChainLink:
     "Cost in the search, for the shares of the search: devices are synchronised after every operator."
     shares: tuple[int, ...] = ()
     "Shares that determine the lowerings of collectives; empty: they are padded."
-    around: tuple[Shares, ...] = ()
+    around: tuple[DeviceShares, ...] = ()
     "Shares of the incoming hidden state, the layer, and the outgoing hidden state, if layers differ; else empty."
 
     @property
@@ -88,7 +86,7 @@ class ChainSearch:
     "Programs by the incoming form, the allowed outgoing forms, and the key of `_solved`."
 
     def search_programs(
-        self, layers: Sequence[Layer], shares: Sequence[int], own: Sequence[Shares] = ()
+        self, layers: Sequence[Layer], shares: Sequence[int], own: Sequence[DeviceShares] = ()
     ) -> tuple[ChainLink, ...]:
         """Return the cheapest programs of consecutive layers for these shares, or for the shares `own` of every layer.
 
@@ -116,7 +114,7 @@ class ChainSearch:
         return price_layer(graph, self.setting, takes, forms, {name for name, _, counted in pinned if not counted})
 
     def _cheapest_path(
-        self, layers: Sequence[Layer], shares: Sequence[Shares], tied: Mapping[str, TensorForm]
+        self, layers: Sequence[Layer], shares: Sequence[DeviceShares], tied: Mapping[str, TensorForm]
     ) -> tuple[float, tuple[ChainLink, ...]] | None:
         """Return the cheapest path through the forms between layers; `tied` are the forms of shared parameters.
 
@@ -246,7 +244,7 @@ class ChainSearch:
 
 
 def resharing_s(
-    chains: ChainSearch, layers: Sequence[Layer], place: int, form: TensorForm, shares: Sequence[Shares]
+    chains: ChainSearch, layers: Sequence[Layer], place: int, form: TensorForm, shares: Sequence[DeviceShares]
 ) -> float:
     """Return the seconds to change the hidden state from the previous layer's shares to this layer's, forward and
     backward.
@@ -267,14 +265,14 @@ def resharing_s(
 
 
 def total_resharing_s(
-    chains: ChainSearch, layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares]
+    chains: ChainSearch, layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[DeviceShares]
 ) -> float:
     """Return the sum of `resharing_s` over all layers."""
     return fsum(resharing_s(chains, layers, index, link.takes, shares) for index, link in enumerate(links))
 
 
 def with_shares(
-    layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[Shares], group: Shares
+    layers: Sequence[Layer], links: Sequence[ChainLink], shares: Sequence[DeviceShares], group: DeviceShares
 ) -> tuple[ChainLink, ...]:
     """Return these programs with their own shares.
 

@@ -36,7 +36,7 @@ class HeldForm:
     "Shares of a hidden state that differ from the program's, because a neighbouring layer has its own shares."
 
 
-WHOLE = HeldForm()
+REPLICATED_HELD = HeldForm()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pipefit.shard.conversions import BITS, Conversions, FormConverter
 from pipefit.shard.joining import BlockJoiner, JointOption, Joints, StepBlock
 
-WHOLE, PARTIAL = 0, 1
+REPLICATED, PARTIAL = 0, 1
 """Forms are small integers here: I is 0, P is 1, G(d) is 2 + d."""
 
-ALIKE = 7
+EVERYWHERE = 7
 """Form of a parameter that is replicated and has its full gradient on every device (in the slot of G(5), which no
 parameter has).
 """

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pipefit.shard.conversions import FormConverter
 
-WIDEST = 40_000
+MAX_OPTION_PAIRS = 40_000
 """Largest number of option pairs for joining two steps; beyond it the search over states is cheaper."""
 
 
@@ -91,7 +91,7 @@ class BlockJoiner:
                 if maker is None:
                     block = self._feed_value(block, value)
                     continue
-                if len(maker.ways) * len(block.ways) > WIDEST:
+                if len(maker.ways) * len(block.ways) > MAX_OPTION_PAIRS:
                     refused.add(value)
                     continue
                 for operand in maker.inputs:

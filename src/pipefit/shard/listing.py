@@ -176,7 +176,9 @@ def _operator_lines(model: Model, layer: Layer, link: ChainLink, fractions: Held
     steps = zip(link.layer.operators, template.steps, choice.ways, choice.before, strict=True)
     for index, step, number, moves in steps:
         for value, source, target in moves:
-            yield ListingLine(text="", forward_s=template.tolls[value][source, target].conversion_s(fractions))
+            yield ListingLine(
+                text="", forward_s=template.conversion_costs[value][source, target].conversion_s(fractions)
+            )
         if index < 0:
             continue
         option = step.ways[number]
@@ -186,10 +188,10 @@ def _operator_lines(model: Model, layer: Layer, link: ChainLink, fractions: Held
             + (option.talk.conversion_s(fractions) if option.talk else 0.0),
             backward_s=max(option.backward_s(fractions, kind) for kind in kinds),
         )
-        if option.toll is not None:
-            yield ListingLine(text="", forward_s=option.toll.conversion_s(fractions))
+        if option.reduction is not None:
+            yield ListingLine(text="", forward_s=option.reduction.conversion_s(fractions))
             operator = graph.operators[index]
             # the bias, added after the reduction
             yield from [ListingLine(text="") for name in operator.inputs[2:] if name]
     for value, source, target in choice.after:
-        yield ListingLine(text="", forward_s=template.tolls[value][source, target].conversion_s(fractions))
+        yield ListingLine(text="", forward_s=template.conversion_costs[value][source, target].conversion_s(fractions))

@@ -21,13 +21,13 @@ from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpe
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
+from pipefit.shard.conversion_costs import ConversionCosts, price_conversions, price_unshardings
 from pipefit.shard.cuts import cut_units
 from pipefit.shard.operator_work import OperatorPricing
 from pipefit.shard.program import labels_at
 from pipefit.shard.rules import Labels, OperatorLabels
 from pipefit.shard.setting import ShardSetting as ShardSetting
 from pipefit.shard.template import WHOLE_CUT, ConversionCost, HeldFractions, LayerTemplate, Lines, OpenOption, OpenStep
-from pipefit.shard.tolls import Tolls, price_conversions, price_unshardings
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,12 @@ def number_of(form: TensorForm) -> int:
     if form.kind == "G":
         assert form.dim is not None
         return frontier.form_number_along(form.dim)
-    return frontier.PARTIAL if form.kind == "P" else frontier.WHOLE
+    return frontier.PARTIAL if form.kind == "P" else frontier.REPLICATED
 
 
 def form_of(number: int) -> TensorForm:
     """Return the form of a number in the frontier."""
-    if number == frontier.WHOLE:
+    if number == frontier.REPLICATED:
         return IDENTITY
     return PARTIAL if number == frontier.PARTIAL else shard_form(number - 2)
 
@@ -152,13 +152,13 @@ class _LayerPricing:
         input_forms = {
             self.values[t.name]: number_of(self.takes if is_hidden_state(t) else IDENTITY) for t in self.graph.inputs
         }
-        wanted = {self.values[name]: frontier.WHOLE for name in self.graph.outputs}
+        wanted = {self.values[name]: frontier.REPLICATED for name in self.graph.outputs}
         names = tuple(self.values)
         cuts = {dimension: cut for dimension in self.units if (cut := self.dimension_units(*dimension)) is not None}
         template = LayerTemplate(
             members=self.setting.axis_members,
             steps=tuple(self.steps),
-            tolls=tuple(self.conversion_costs(name) for name in names),
+            conversion_costs=tuple(self.conversion_costs(name) for name in names),
             cuts=tuple(sorted({*cuts.values()})),
             given=input_forms,
             wanted=wanted,
@@ -216,11 +216,11 @@ class _LayerPricing:
             options.append(OpenOption((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(OptionPick())
             if form == IDENTITY and spec.name in self.factored_parameters:
-                options.append(replace(options[-1], gives=frontier.ALIKE, once_s=0.0))
+                options.append(replace(options[-1], gives=frontier.EVERYWHERE, once_s=0.0))
                 picks.append(OptionPick())
         return tuple(options), tuple(picks)
 
-    def unsharding_costs(self, spec: ParameterSpec, often: int) -> Tolls:
+    def unsharding_costs(self, spec: ParameterSpec, often: int) -> ConversionCosts:
         """Return the prices of a sharded parameter (FSDP): gathered in the forward and again for the input gradient,
         with its gradient reduced in every microbatch."""
         cuts = self.value_units(spec.name)
@@ -269,10 +269,10 @@ class _LayerPricing:
         all_whole = (0,) * len(present)
         plain = self.work.pass_lines(operator, labelled, "")
         size = self.held_bytes(operator.outputs[0])
-        options = [OpenOption(all_whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
+        options = [OpenOption(all_whole, frontier.REPLICATED, WHOLE_CUT, plain, held=(size, 0.0))]
         picks = [OptionPick()]
         for number, sums in enumerate(labelled.linear):
-            needs = tuple(frontier.PARTIAL if index in sums else frontier.WHOLE for index in present)
+            needs = tuple(frontier.PARTIAL if index in sums else frontier.REPLICATED for index in present)
             options.append(OpenOption(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
             picks.append(OptionPick(linear=number))
         tables = labelled
@@ -281,11 +281,10 @@ class _LayerPricing:
             passes = self.work.pass_lines(operator, labelled, label)
             talk = self.work.price_exchanges(operator, labelled, label, cut, earlier)
             gives = _form_along(labelled.outputs[0], label)
-            partial = gives == frontier.WHOLE
+            partial = gives == frontier.REPLICATED
             once = {index for index in labelled.once if partial and operator.inputs[index]}
-            needs = tuple(
-                frontier.WHOLE if index in once else _form_along(labelled.inputs[index], label) for index in present
-            )
+            inputs = (None if index in once else labelled.inputs[index] for index in present)
+            needs = tuple(_form_along(labels, label) for labels in inputs)
             if not partial:
                 options.append(OpenOption(needs, gives, cut, passes, held=(0.0, size), talk=talk))
                 picks.append(OptionPick(label))
@@ -293,8 +292,8 @@ class _LayerPricing:
                 options.append(OpenOption(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0), talk=talk))
                 picks.append(OptionPick(label))
             else:
-                for form, toll in self.settlement_forms(operator, labelled, once):
-                    options.append(OpenOption(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
+                for form, conversion in self.settlement_forms(operator, labelled, once):
+                    options.append(OpenOption(needs, number_of(form), cut, passes, conversion, held=(size, 0.0)))
                     picks.append(OptionPick(label, settle=form))
         if operator.inputs[1:2] and operator.inputs[1] in self.factored_parameters:
             for option, pick in self.factored_options(operator, tables, plain[2], size):
@@ -332,7 +331,7 @@ class _LayerPricing:
         device computes the full weight gradient (`whole`) in every microbatch, so there is no reduction once an
         iteration."""
         x, y = operator.inputs[0], operator.outputs[0]
-        weights = tuple(frontier.ALIKE for name in operator.inputs[1:] if name)
+        weights = tuple(frontier.EVERYWHERE for name in operator.inputs[1:] if name)
         assert self.setting.lowered is not None
         for dim, symbol in enumerate(self.shapes[x][:2]):
             cut, label = self.dimension_units(x, dim), f"d{dim}"
@@ -386,15 +385,15 @@ class _LayerPricing:
         output = operator.outputs[0]
         barred = {label for index in once for label in labelled.inputs[index] or ()}
         settlements = []
-        for (source, target), toll in self.tensor_costs(self.tensors[output]).items():
+        for (source, target), conversion in self.tensor_costs(self.tensors[output]).items():
             form = form_of(target)
             split = labelled.outputs[0][form.dim] if form.dim is not None else None
             runs_late = form.dim is None or self.shapes[output][form.dim] in ("B", "T")
             if source == frontier.PARTIAL and split not in barred - {None} and runs_late:
-                settlements.append((form, toll))
+                settlements.append((form, conversion))
         return settlements
 
-    def conversion_costs(self, name: str) -> Tolls:
+    def conversion_costs(self, name: str) -> ConversionCosts:
         """Return all conversions of a value; a parameter with several readers is converted where it is read."""
         if name in self.aliases:
             parameter, often = self.aliases[name]
@@ -404,13 +403,10 @@ class _LayerPricing:
             return self.unsharding_costs(self.parameters[name], often) if self.reader_counts[name] < 2 else {}
         return self.tensor_costs(self.tensors[name])
 
-    def tensor_costs(self, tensor: TensorSpec) -> Tolls:
+    def tensor_costs(self, tensor: TensorSpec) -> ConversionCosts:
         """Return all conversions of a value, with their backward."""
-        bytes_kept, cuts, activation = (
-            self.held_bytes(tensor.name),
-            self.value_units(tensor.name),
-            tensor.role == "activation",
-        )
+        bytes_kept, cuts = self.held_bytes(tensor.name), self.value_units(tensor.name)
+        activation = tensor.role == "activation"
         like = ("convert", tensor.shape, cuts, bytes_kept, activation)
         return self.setting.make_once(
             like, lambda: price_conversions(self.setting, tensor.shape, cuts, bytes_kept, activation)
@@ -447,4 +443,6 @@ class _LayerPricing:
 
 
 def _form_along(labels: Labels | None, label: str) -> int:
-    return frontier.form_number_along(labels.index(label)) if labels is not None and label in labels else frontier.WHOLE
+    if labels is None or label not in labels:
+        return frontier.REPLICATED
+    return frontier.form_number_along(labels.index(label))

@@ -21,8 +21,8 @@ from pipefit.model.ops.reshare import shares_of
 from pipefit.shard.choice import (
     CONVERSIONS,
     LOCAL,
+    REPLICATED_HELD,
     SEQUENCES,
-    WHOLE,
     Chooser,
     FormConversion,
     HeldForm,
@@ -83,7 +83,7 @@ class ProgramWriter:
         self.shapes = shapes_of(graph)
         self.dtypes = {tensor.name: tensor.dtype for tensor in (*graph.inputs, *graph.tensors)}
         self.parameters = {spec.name: spec for spec in graph.parameters}
-        self.held: dict[str, HeldForm] = dict.fromkeys(self.parameters, WHOLE)
+        self.held: dict[str, HeldForm] = dict.fromkeys(self.parameters, REPLICATED_HELD)
         self.converted: dict[tuple[str, HeldForm], str] = {}
         self.gathered: dict[tuple[str, str], str] = {}
         "(parameter with several readers, result of the reader that gathers it) -> the name of the gathered value."
@@ -91,7 +91,7 @@ class ProgramWriter:
         self.tensors: list[list[TensorSpec]] = [[] for _ in self.shares]
         for tensor in graph.inputs:
             on_stream = tensor.role == "activation" and len(tensor.shape) > 1
-            self.held[tensor.name] = stream if on_stream else WHOLE
+            self.held[tensor.name] = stream if on_stream else REPLICATED_HELD
         self.input_held = dict(self.held)
         for tensor in graph.inputs if stream.shares else ():
             if self.held[tensor.name] == stream:
@@ -129,11 +129,11 @@ class ProgramWriter:
         sums = labelled.linear[choice.linear] if choice.linear >= 0 else ()
         for index, (name, labels) in enumerate(zip(operator.inputs, labelled.inputs, strict=True)):
             if name and partial and index in labelled.once:
-                late.append((self.hold_as(name, WHOLE), labels))
+                late.append((self.hold_as(name, REPLICATED_HELD), labels))
                 inputs.append("")
             else:
                 want = HeldForm(PARTIAL) if index in sums else self._wanted_form(name, labels, choice)
-                gathered = self.gathered.get((name, operator.outputs[0])) if want == WHOLE else None
+                gathered = self.gathered.get((name, operator.outputs[0])) if want == REPLICATED_HELD else None
                 inputs.append(gathered or (self.hold_as(name, want) if name else ""))
         return tuple(inputs), late
 
@@ -142,12 +142,12 @@ class ProgramWriter:
         each `reader` (the next operator) that gathers it for itself. Raises PlanError if the value is not held in the
         source form, or if there is no such conversion."""
         name, source, target = conversion.name, conversion.source, conversion.target
-        if name in self.parameters and self.held[name] == WHOLE:
+        if name in self.parameters and self.held[name] == REPLICATED_HELD:
             self.held[name] = source
         held = name if self.held.get(name) == source else self.converted.get((name, source))
         able = (source.form.kind, target.form.kind) in CONVERSIONS and source.form != target.form
         if name in self.parameters:
-            able = source.form.kind == "G" and target == WHOLE
+            able = source.form.kind == "G" and target == REPLICATED_HELD
         if held is None or not able:
             raise PlanError(
                 "This conversion of the value is not possible.",
@@ -171,14 +171,14 @@ class ProgramWriter:
         """Return the name under which `name` is held as `want`; parameters take the form, values are converted."""
         have = self.held[name]
         if name in self.parameters and (name, want) not in self.converted:
-            assert have in (want, WHOLE), f"{name} is used as {have} and as {want}"
+            assert have in (want, REPLICATED_HELD), f"{name} is used as {have} and as {want}"
             self.held[name] = want
             return name
         if have == want:
             return name
         if (name, want) not in self.converted:
             if have.form.kind == "G" and want.form.kind == "G":
-                self.converted[name, want] = self._write_conversion(self.hold_as(name, WHOLE), want, name)
+                self.converted[name, want] = self._write_conversion(self.hold_as(name, REPLICATED_HELD), want, name)
             else:
                 self.converted[name, want] = self._write_conversion(name, want, name)
         return self.converted[name, want]
@@ -188,7 +188,7 @@ class ProgramWriter:
         outputs = []
         for name in self.graph.outputs:
             on_stream = len(self.shapes[name]) > 1
-            result = self.hold_as(name, replace(gives, shares=()) if on_stream else WHOLE)
+            result = self.hold_as(name, replace(gives, shares=()) if on_stream else REPLICATED_HELD)
             if on_stream and gives.shares:
                 result = self._write_reshare(result, f"{name}.given", gives)
             outputs.append(result)
@@ -239,7 +239,7 @@ class ProgramWriter:
 
     def _wanted_form(self, name: str, labels: Labels | None, choice: OperatorChoice) -> HeldForm:
         if choice.label is None or labels is None or choice.label not in labels:
-            return WHOLE
+            return REPLICATED_HELD
         dim = labels.index(choice.label)
         size = self.shapes[name][dim]
         if size in LOCAL:
@@ -316,7 +316,7 @@ class ProgramWriter:
         size = dict(zip(labels, self.shapes[bias], strict=True))
         shape = tuple(size[label] if label in labels else 1 for label in out)
         name = f"{operator.outputs[0]}.bias"
-        self.shapes[name], self.dtypes[name], self.held[name] = shape, "compute", WHOLE
+        self.shapes[name], self.dtypes[name], self.held[name] = shape, "compute", REPLICATED_HELD
         for position in range(len(self.shares)):
             reshape = Operator(
                 kind="reshape",

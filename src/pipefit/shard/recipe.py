@@ -30,9 +30,9 @@ from pipefit.shard.program import ShardedGraph, shard_graph
 from pipefit.shard.rules import OperatorLabels
 from pipefit.shard.template import ChosenProgram, ConversionCost, held_fractions
 
-Shares = tuple[int, ...]
+DeviceShares = tuple[int, ...]
 
-Turn = tuple[str, TensorForm, TensorForm, str]
+RecipeConversion = tuple[str, TensorForm, TensorForm, str]
 """A conversion: (value, source form, target form, lowerings of uneven parts)."""
 
 
@@ -44,10 +44,10 @@ class ShardRecipe:
     gives: TensorForm
     picks: tuple[OptionPick, ...]
     "The choice for every operator."
-    before: tuple[tuple[Turn, ...], ...]
+    before: tuple[tuple[RecipeConversion, ...], ...]
     "The conversions before every operator."
-    after: tuple[Turn, ...]
-    shares: tuple[Shares, ...] = ()
+    after: tuple[RecipeConversion, ...]
+    shares: tuple[DeviceShares, ...] = ()
     "Shares of the incoming hidden state, the layer, and the outgoing hidden state; empty: the mesh's."
 
     @property
@@ -55,9 +55,9 @@ class ShardRecipe:
         """The recipe as text."""
         words = [f"{self.takes}>{self.gives}"]
         words += ["@" + ">".join(":".join(map(str, shares)) for shares in self.shares)] if self.shares else []
-        for pick, turns in zip(self.picks, self.before, strict=True):
-            words += [*map(_turn_word, turns), _pick_word(pick)]
-        return " ".join([*words, *map(_turn_word, self.after)])
+        for pick, conversions in zip(self.picks, self.before, strict=True):
+            words += [*map(_conversion_word, conversions), _pick_word(pick)]
+        return " ".join([*words, *map(_conversion_word, self.after)])
 
 
 def recipe_of(
@@ -66,36 +66,37 @@ def recipe_of(
     """Return the recipe of a solved layer; with `shares`, the lowerings of uneven parts are the cheapest for them."""
     fractions = held_fractions(layer.template.cuts, shares, layer.template.members) if shares else None
 
-    def name_turns(moves: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
+    def name_conversions(moves: Sequence[tuple[int, int, int]]) -> tuple[RecipeConversion, ...]:
         return tuple(
             (
                 layer.values[value],
                 form_of(source),
                 form_of(target),
-                lowering_word(layer.template.tolls[value][source, target]),
+                lowering_word(layer.template.conversion_costs[value][source, target]),
             )
             for value, source, target in moves
         )
 
-    def lowering_word(toll: ConversionCost | None) -> str:
-        return "" if fractions is None or toll is None else toll.lowering_names(fractions)
+    def lowering_word(conversion: ConversionCost | None) -> str:
+        return "" if fractions is None or conversion is None else conversion.lowering_names(fractions)
 
     picks, before = [], []
-    waiting: tuple[Turn, ...] = ()
+    waiting: tuple[RecipeConversion, ...] = ()
     steps = zip(layer.operators, layer.picks, layer.template.steps, choice.ways, choice.before, strict=True)
     for index, step_picks, step, number, moves in steps:
-        waiting += name_turns(moves)
+        waiting += name_conversions(moves)
         if index >= 0:
             option = step.ways[number]
             picks.append(
                 replace(
-                    step_picks[number], how=lowering_word(option.talk if step_picks[number].factors else option.toll)
+                    step_picks[number],
+                    how=lowering_word(option.talk if step_picks[number].factors else option.reduction),
                 )
             )
             before.append(waiting)
             waiting = ()
     return ShardRecipe(
-        takes=takes, gives=gives, picks=tuple(picks), before=tuple(before), after=name_turns(choice.after)
+        takes=takes, gives=gives, picks=tuple(picks), before=tuple(before), after=name_conversions(choice.after)
     )
 
 
@@ -103,7 +104,7 @@ def parse_recipe(text: str) -> ShardRecipe:
     """Parse a `recipe_text`. Raises PlanError for any other text."""
     first, *words = text.split() or [""]
     takes, separator, gives = first.partition(">")
-    shares: tuple[Shares, ...] = ()
+    shares: tuple[DeviceShares, ...] = ()
     if words and words[0].startswith("@"):
         shares = _parse_shares(words.pop(0))
     if not separator:
@@ -111,21 +112,21 @@ def parse_recipe(text: str) -> ShardRecipe:
             "A recipe begins with the forms it takes and gives.", seen=repr(first), allowed="for example G1>G1"
         )
     picks: list[OptionPick] = []
-    before: list[tuple[Turn, ...]] = []
-    turns: list[Turn] = []
+    before: list[tuple[RecipeConversion, ...]] = []
+    conversions: list[RecipeConversion] = []
     for word in words:
         if ":" in word:
-            turns.append(_parse_turn(word))
+            conversions.append(_parse_conversion(word))
         else:
             picks.append(_parse_pick(word))
-            before.append(tuple(turns))
-            turns = []
+            before.append(tuple(conversions))
+            conversions = []
     return ShardRecipe(
         takes=parse_form(takes),
         gives=parse_form(gives),
         picks=tuple(picks),
         before=tuple(before),
-        after=tuple(turns),
+        after=tuple(conversions),
         shares=shares,
     )
 
@@ -157,7 +158,7 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
         place: int, operator: Operator, labelled: OperatorLabels, held: Mapping[str, HeldForm]
     ) -> OperatorChoice:
         pick = recipe.picks[place]
-        before = tuple(_turn_conversion(turn, units) for turn in recipe.before[place])
+        before = tuple(_form_conversion(conversion, units) for conversion in recipe.before[place])
         if pick.linear >= len(labelled.linear):
             raise PlanError(
                 "Partial sums do not pass through this operator in this way.",
@@ -169,7 +170,7 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
         cut = _units_of(pick.label, operator, labelled, units)
         return OperatorChoice(pick.label, cut, settle=pick.settle, how=pick.how, factors=pick.factors, before=before)
 
-    after = [_turn_conversion(turn, units) for turn in recipe.after]
+    after = [_form_conversion(conversion, units) for conversion in recipe.after]
     hidden = graph.hidden_input or ""
     takes, gives = _held_form(hidden, recipe.takes, units), _held_form(graph.outputs[0], recipe.gives, units)
     return shard_graph(
@@ -182,13 +183,13 @@ def write_program(graph: Graph, shares: Sequence[int], recipe: ShardRecipe) -> S
     )
 
 
-def _cut_by(held: HeldForm, shares: Shares, own: Shares) -> HeldForm:
+def _cut_by(held: HeldForm, shares: DeviceShares, own: DeviceShares) -> HeldForm:
     """Return the hidden state with these shares, if it is split and they are not the layer's."""
     return replace(held, shares=shares) if held.form.kind == "G" and shares != own else held
 
 
-def _turn_conversion(turn: Turn, units: Mapping[tuple[str, int], int]) -> FormConversion:
-    name, source, target, how = turn
+def _form_conversion(conversion: RecipeConversion, units: Mapping[tuple[str, int], int]) -> FormConversion:
+    name, source, target, how = conversion
     return FormConversion(name, _held_form(name, source, units), _held_form(name, target, units), how)
 
 
@@ -208,7 +209,7 @@ def _units_of(label: str, operator: Operator, labelled: OperatorLabels, units: M
     raise PlanError("This operator has no such label to split.", where=f"recipe, {operator.kind}", seen=label)
 
 
-def _parse_shares(word: str) -> tuple[Shares, ...]:
+def _parse_shares(word: str) -> tuple[DeviceShares, ...]:
     parts = word[1:].split(">")
     if len(parts) != 3 or not all(re.fullmatch(r"[1-9]\d*(:[1-9]\d*)*", part) for part in parts):
         raise PlanError(
@@ -220,12 +221,12 @@ def _parse_shares(word: str) -> tuple[Shares, ...]:
     return tuple(tuple(map(int, part.split(":"))) for part in parts)
 
 
-def _turn_word(turn: Turn) -> str:
-    name, source, target, how = turn
+def _conversion_word(conversion: RecipeConversion) -> str:
+    name, source, target, how = conversion
     return f"{name}:{source}>{target}{how and '/'}{how}"
 
 
-def _parse_turn(word: str) -> Turn:
+def _parse_conversion(word: str) -> RecipeConversion:
     name, _, forms = word.rpartition(":")
     forms, how = _split_lowering(forms)
     source, separator, target = forms.partition(">")

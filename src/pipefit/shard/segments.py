@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY
 from pipefit.model.graph import Layer
-from pipefit.shard.chain import ChainLink, ChainSearch, Shares, hidden_state_forms, total_resharing_s, with_shares
+from pipefit.shard.chain import ChainLink, ChainSearch, hidden_state_forms, total_resharing_s, with_shares
+from pipefit.shard.recipe import DeviceShares
 from pipefit.shard.shares import (
     best_weights,
     cost_s,
@@ -30,7 +31,7 @@ from pipefit.shard.shares import (
     round_weights,
     transient_bytes,
 )
-from pipefit.shard.synthesize import ROUNDS, SynthesizedProgram, fits_in_memory, memory_limits
+from pipefit.shard.synthesize import MAX_ALTERNATIONS, SynthesizedProgram, fits_in_memory, memory_limits
 from pipefit.shard.template import AxisMembers, ComputeSegment, HeldFractions, held_fractions
 
 SEARCHED = 3
@@ -51,7 +52,7 @@ def segment_shares(chains: ChainSearch, layers: Sequence[Layer], found: Synthesi
     best = _SegmentedProgram(
         found.links, (found.shares,) * len(layers), found.cost_s, fits_in_memory(chains, found.held_bytes)
     )
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ALTERNATIONS):
         before = best.cost_s
         for run in _class_runs(classes):
             best = min(
@@ -91,7 +92,7 @@ class _SegmentedProgram:
     """A program with the shares of every layer."""
 
     links: tuple[ChainLink, ...]
-    shares: tuple[Shares, ...]
+    shares: tuple[DeviceShares, ...]
     cost_s: float
     fits: bool
 
@@ -104,7 +105,7 @@ class _SegmentPrices:
     layers: Sequence[Layer]
     _known: dict[object, tuple[list[ChainLink], float | None]] = field(default_factory=dict)
 
-    def price_program(self, links: Sequence[ChainLink], shares: Sequence[Shares]) -> _SegmentedProgram | None:
+    def price_program(self, links: Sequence[ChainLink], shares: Sequence[DeviceShares]) -> _SegmentedProgram | None:
         """Return the priced program, or None if a device gets no unit or the hidden state cannot be reshared."""
         total = total_resharing_s(self.chains, self.layers, links, shares)
         for part in _equal_share_runs(shares):
@@ -124,14 +125,14 @@ class _SegmentPrices:
             tuple(links), tuple(shares), total, fits_in_memory(self.chains, self.fullest_bytes(links, shares))
         )
 
-    def _price_part(self, links: list[ChainLink], shares: Shares) -> float | None:
+    def _price_part(self, links: list[ChainLink], shares: DeviceShares) -> float | None:
         key = (*map(id, links), shares)
         if key not in self._known:
             stretches = count_segments([link.choice for link in links])
             self._known[key] = links, cost_s(stretches, self.chains.setting.axis_members, shares)
         return self._known[key][1]
 
-    def fullest_bytes(self, links: Sequence[ChainLink], shares: Sequence[Shares]) -> tuple[float, ...]:
+    def fullest_bytes(self, links: Sequence[ChainLink], shares: Sequence[DeviceShares]) -> tuple[float, ...]:
         """Return the bytes held on the fullest device of every kind."""
         totals = [0.0] * self.chains.setting.axis_members.kind_count
         passing = 0.0
@@ -144,7 +145,7 @@ class _SegmentPrices:
         return tuple(total + passing for total in totals)
 
 
-def _equal_share_runs(shares: Sequence[Shares]) -> Iterator[range]:
+def _equal_share_runs(shares: Sequence[DeviceShares]) -> Iterator[range]:
     """Yield runs of layers with equal shares."""
     for _, places in itertools.groupby(range(len(shares)), key=lambda place: shares[place]):
         first, *rest = places
@@ -186,7 +187,7 @@ def _try_shares(
 
 def _share_options(
     chains: ChainSearch, prices: _SegmentPrices, now: _SegmentedProgram, run: Sequence[int]
-) -> list[Shares]:
+) -> list[DeviceShares]:
     """Return shares to try for the layers in `run`: the best for these layers alone, and those of other layers."""
     members, run_set = chains.setting.axis_members, {*run}
     chain = [now.links[index].choice for index in run]
@@ -211,7 +212,7 @@ def _share_options(
     ]
 
 
-def _reference_fractions(cuts: Sequence[int], shares: Sequence[Shares], members: AxisMembers) -> HeldFractions:
+def _reference_fractions(cuts: Sequence[int], shares: Sequence[DeviceShares], members: AxisMembers) -> HeldFractions:
     """Return the fractions at which collectives are lowered.
 
     They belong to the first of these shares that leaves every device a unit of all cuts; even shares always do.

@@ -14,7 +14,7 @@ from math import fsum, gcd
 from typing import Any
 
 from pipefit.cost.comm.lowerings import LoweredCollective, PortLoads
-from pipefit.cost.pipeline.overlap import Piece, hidden_s
+from pipefit.cost.pipeline.overlap import LayerGradient, hidden_s
 from pipefit.layout import split_by_shares
 from pipefit.shard.template import (
     WHOLE_CUT,
@@ -89,10 +89,10 @@ class _ShareProgram:
 
     def add_segment(self, stretch: ComputeSegment, times: float) -> None:
         """Add the forward and backward time of a segment, and its collectives."""
-        for toll in stretch.tolls:
-            if toll.cut != WHOLE_CUT:
-                self.costs[self.widest] += times * toll.line[1]
-            for lowering, _ in toll.cheapest_lowerings(self.around) if self.around is not None else ():
+        for conversion in stretch.conversions:
+            if conversion.cut != WHOLE_CUT:
+                self.costs[self.widest] += times * conversion.line[1]
+            for lowering, _ in conversion.cheapest_lowerings(self.around) if self.around is not None else ():
                 self.add_collective(lowering, times)
         for passes in ((0,), (1, 2)):
             segment_s = self.add_variable(times)
@@ -190,15 +190,15 @@ def count_segments(chain: Sequence[ChosenProgram]) -> list[tuple[ComputeSegment,
         segments = known.setdefault(id(chosen), [])
         segments.extend(chosen.compute_segments() if not segments else ())
         for index, stretch in enumerate(segments):
-            if pieces and not any(toll.meets for toll in stretch.tolls):
+            if pieces and not any(conversion.meets for conversion in stretch.conversions):
                 pieces[-1].append((id(chosen), index))
             else:
                 pieces.append([(id(chosen), index)])
     counted = []
     for piece, times in Counter(map(tuple, pieces)).items():
         parts = [known[owner][index] for owner, index in piece]
-        tolls = tuple(toll for part in parts for toll in part.tolls)
-        counted.append((ComputeSegment(tolls, tuple(option for part in parts for option in part.ways)), times))
+        conversions = tuple(conversion for part in parts for conversion in part.conversions)
+        counted.append((ComputeSegment(conversions, tuple(option for part in parts for option in part.ways)), times))
     return counted
 
 
@@ -224,7 +224,7 @@ def overlapped_reduction_s(
     Overlap is counted bucket by bucket (`cost/pipeline/overlap.py`); a full bucket takes `bucket_s`, and sizes are
     given in seconds. `shares` are those of every program.
     """
-    pieces: dict[tuple[int, Sequence[int]], list[Piece]] = {}
+    pieces: dict[tuple[int, Sequence[int]], list[LayerGradient]] = {}
     for key, (chosen, layer_shares) in {
         (id(program), program_shares): (program, program_shares)
         for program, program_shares in zip(chain, shares, strict=True)
@@ -247,7 +247,12 @@ def overlapped_reduction_s(
 def cuts_of(stretches: Sequence[tuple[ComputeSegment, int]]) -> list[int]:
     """Return the cuts in use, coarsest first."""
     cuts = {option.cut for stretch, _ in stretches for option in stretch.ways}
-    cuts |= {cut for stretch, _ in stretches for toll in stretch.tolls for cut in (toll.cut, toll.earlier)}
+    cuts |= {
+        cut
+        for stretch, _ in stretches
+        for conversion in stretch.conversions
+        for cut in (conversion.cut, conversion.earlier)
+    }
     return sorted(cuts - {WHOLE_CUT})
 
 

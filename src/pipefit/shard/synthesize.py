@@ -34,9 +34,9 @@ from pipefit.shard.template import ComputeSegment, held_fractions
 from pipefit.units import format_bytes
 
 Program = TypeVar("Program")
-Shares = TypeVar("Shares")
+SharesT = TypeVar("SharesT")
 
-ROUNDS = 12
+MAX_ALTERNATIONS = 12
 """Maximum number of alternations from one start; three are usual."""
 
 EXPOSED = (1.0, 0.5, 0.0)
@@ -50,11 +50,11 @@ DEAREST = 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramRecord(Generic[Program, Shares]):
+class ProgramRecord(Generic[Program, SharesT]):
     """A program, its shares, and the cost of both together."""
 
     program: Program
-    shares: Shares
+    shares: SharesT
     cost_s: float
 
 
@@ -63,20 +63,20 @@ ChainRecord = ProgramRecord[tuple[ChainLink, ...], tuple[int, ...]]
 
 
 def alternate_searches(
-    starts: Iterable[Shares],
-    search: Callable[[Shares], Program | None],
-    improve: Callable[[Program], Iterable[Shares]],
-    cost: Callable[[Program, Shares], float | None],
-) -> ProgramRecord[Program, Shares] | None:
+    starts: Iterable[SharesT],
+    search: Callable[[SharesT], Program | None],
+    improve: Callable[[Program], Iterable[SharesT]],
+    cost: Callable[[Program, SharesT], float | None],
+) -> ProgramRecord[Program, SharesT] | None:
     """Return the best record over all starts, or None if no start has a program.
 
     `search` returns a program for shares and `improve` shares to try for a program. `cost` returns None if the two are
     incompatible.
     """
-    best: ProgramRecord[Program, Shares] | None = None
+    best: ProgramRecord[Program, SharesT] | None = None
     for shares in starts:
         last: float | None = None
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ALTERNATIONS):
             program = search(shares)
             if program is None:
                 break

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
-from pipefit.cost.comm.lowerings import LoweredCollective, Parts
+from pipefit.cost.comm.lowerings import LoweredCollective, SplitFractions
 from pipefit.layout import split_by_shares
 from pipefit.shard.conversions import Conversions
 from pipefit.shard.frontier import FormProblem, FormSolution, Move, PricedOption, PricedStep
@@ -88,14 +88,16 @@ class ConversionCost:
             seconds += lowering.lowered_s(*parts)
         return seconds
 
-    def cheapest_lowerings(self, fractions: HeldFractions) -> tuple[tuple[LoweredCollective, tuple[Parts, ...]], ...]:
+    def cheapest_lowerings(
+        self, fractions: HeldFractions
+    ) -> tuple[tuple[LoweredCollective, tuple[SplitFractions, ...]], ...]:
         """Return the cheapest lowerings at these fractions, forward and backward, each with its parts.
 
         The result is empty if there is no choice.
         """
         if not self.ahead:
             return ()
-        parts: tuple[Parts, ...] = (fractions.parts[self.cut],)
+        parts: tuple[SplitFractions, ...] = (fractions.parts[self.cut],)
         if self.earlier != WHOLE_CUT:
             parts = (fractions.parts[self.earlier], *parts)
         directions = (self.ahead, parts), (self.back, parts[::-1])
@@ -110,7 +112,7 @@ class ConversionCost:
         return "" if names in ((), ("padded",)) else "+".join(names)
 
 
-def _cheapest_lowering(ways: Sequence[LoweredCollective], parts: tuple[Parts, ...]) -> LoweredCollective:
+def _cheapest_lowering(ways: Sequence[LoweredCollective], parts: tuple[SplitFractions, ...]) -> LoweredCollective:
     """Return the first lowering with the least price, up to rounding (sums in another order round differently)."""
     least = min(lowering.lowered_s(*parts) for lowering in ways)
     return next(lowering for lowering in ways if lowering.lowered_s(*parts) <= least * (1 + 1e-9))
@@ -125,7 +127,7 @@ class OpenOption:
     cut: int = WHOLE_CUT
     passes: tuple[tuple[Lines, ...], ...] = ()
     "[forward, input gradient, weight gradient][device kind]."
-    toll: ConversionCost | None = None
+    reduction: ConversionCost | None = None
     "The reduction of its partial result."
     once_s: float = 0.0
     "Seconds once an iteration, divided by the microbatches."
@@ -148,12 +150,14 @@ class OpenOption:
 
     def step_s(self, fractions: HeldFractions, kinds: int) -> float:
         """Return the seconds of the slowest device's forward and backward, and the reduction."""
-        toll_s = fsum(toll.conversion_s(fractions) for toll in (self.toll, self.talk) if toll)
+        conversions_s = fsum(
+            conversion.conversion_s(fractions) for conversion in (self.reduction, self.talk) if conversion
+        )
         kind_numbers = range(kinds)
         slowest = max(self.forward_s(fractions, k) for k in kind_numbers) + max(
             self.backward_s(fractions, k) for k in kind_numbers
         )
-        return slowest + toll_s
+        return slowest + conversions_s
 
     def cost_s(self, fractions: HeldFractions, kinds: int) -> float:
         """Return `step_s` with the cost per iteration."""
@@ -173,7 +177,7 @@ class LayerTemplate:
 
     members: AxisMembers
     steps: tuple[OpenStep, ...]
-    tolls: tuple[Mapping[tuple[int, int], ConversionCost], ...]
+    conversion_costs: tuple[Mapping[tuple[int, int], ConversionCost], ...]
     "Costs by (source form, target form), for every value."
     cuts: tuple[int, ...]
     given: Mapping[int, int]
@@ -200,11 +204,11 @@ class PricedTemplate:
         }
         self._moves = {
             key: [
-                (move, toll.conversion_s(fractions), _held_bytes(toll, fractions))
-                for move, toll in tolls.items()
-                if toll.can_split(fractions)
+                (move, conversion.conversion_s(fractions), _held_bytes(conversion, fractions))
+                for move, conversion in conversions.items()
+                if conversion.can_split(fractions)
             ]
-            for key, tolls in {id(tolls): tolls for tolls in template.tolls}.items()
+            for key, conversions in {id(conversions): conversions for conversions in template.conversion_costs}.items()
         }
 
     def problem_at(
@@ -229,7 +233,7 @@ class PricedTemplate:
         }
         problem = FormProblem(
             steps=tuple(PricedStep(step.inputs, step.output, priced[id(step.ways)]) for step in template.steps),
-            conversions=tuple(moves[id(tolls)] for tolls in template.tolls),
+            conversions=tuple(moves[id(conversions)] for conversions in template.conversion_costs),
             given=template.given,
             wanted=template.wanted,
         )
@@ -238,8 +242,8 @@ class PricedTemplate:
 
 def _is_possible(option: OpenOption, fractions: HeldFractions) -> bool:
     """Return whether the fractions leave every device a unit of the option's cuts."""
-    tolls = [toll for toll in (option.toll, option.talk) if toll is not None]
-    return option.cut in fractions.worst and all(toll.can_split(fractions) for toll in tolls)
+    conversions = [conversion for conversion in (option.reduction, option.talk) if conversion is not None]
+    return option.cut in fractions.worst and all(conversion.can_split(fractions) for conversion in conversions)
 
 
 def _held_bytes(option: OpenOption | ConversionCost, fractions: HeldFractions) -> float:
@@ -260,28 +264,28 @@ class ChosenProgram:
     def compute_segments(self) -> list[ComputeSegment]:
         """Return the segments between two collectives, in order, each with the preceding collectives."""
         segments: list[ComputeSegment] = []
-        tolls: list[ConversionCost] = []
+        conversions: list[ConversionCost] = []
         options: list[OpenOption] = []
 
-        def add_conversion(toll: ConversionCost) -> None:
-            nonlocal tolls, options
-            if options and toll.meets:
-                segments.append(ComputeSegment(tuple(tolls), tuple(options)))
-                tolls, options = [], []
-            tolls.append(toll)
+        def add_conversion(conversion: ConversionCost) -> None:
+            nonlocal conversions, options
+            if options and conversion.meets:
+                segments.append(ComputeSegment(tuple(conversions), tuple(options)))
+                conversions, options = [], []
+            conversions.append(conversion)
 
         for step, number, moves in zip(self.template.steps, self.ways, self.before, strict=True):
             for value, source, target in moves:
-                add_conversion(self.template.tolls[value][source, target])
+                add_conversion(self.template.conversion_costs[value][source, target])
             option = step.ways[number]
             if option.talk is not None:
                 add_conversion(option.talk)
             options.append(option)
-            if option.toll is not None:
-                add_conversion(option.toll)
+            if option.reduction is not None:
+                add_conversion(option.reduction)
         for value, source, target in self.after:
-            add_conversion(self.template.tolls[value][source, target])
-        return [*segments, ComputeSegment(tuple(tolls), tuple(options))]
+            add_conversion(self.template.conversion_costs[value][source, target])
+        return [*segments, ComputeSegment(tuple(conversions), tuple(options))]
 
     def chosen_parts(self) -> list[OpenOption | ConversionCost]:
         """Return the chosen options and conversions."""
@@ -289,20 +293,20 @@ class ChosenProgram:
             step.ways[number] for step, number in zip(self.template.steps, self.ways, strict=True)
         ]
         moves = [move for conversions in (*self.before, self.after) for move in conversions]
-        return [*options, *(self.template.tolls[value][source, target] for value, source, target in moves)]
+        return [*options, *(self.template.conversion_costs[value][source, target] for value, source, target in moves)]
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeSegment:
     """Collectives, and the computation between them and the next collective."""
 
-    tolls: tuple[ConversionCost, ...]
+    conversions: tuple[ConversionCost, ...]
     ways: tuple[OpenOption, ...]
 
     def cost_s(self, fractions: HeldFractions, kinds: int) -> float:
         forward = max(fsum(option.forward_s(fractions, k) for option in self.ways) for k in range(kinds))
         backward = max(fsum(option.backward_s(fractions, k) for option in self.ways) for k in range(kinds))
-        moved = fsum(toll.conversion_s(fractions) for toll in self.tolls)
+        moved = fsum(conversion.conversion_s(fractions) for conversion in self.conversions)
         return forward + backward + moved + fsum(option.once_s for option in self.ways)
 
 

@@ -12,15 +12,16 @@ from math import fsum
 
 import numpy as np
 
+from pipefit.cost.types import Array
 from pipefit.plan.types import Plan
 from pipefit.schedule.actions import COMPUTE, Action
-from pipefit.show.trace import Floats, StepTrace, TraceRow
+from pipefit.show.trace import StepTrace, TraceRow
 from pipefit.simulate.timeline import Timeline
 
-PARTS = ("compute", "communication", "idle", "optimizer", "data")
+TIME_PARTS = ("compute", "communication", "idle", "optimizer", "data")
 """Parts in display order; `communication` is exposed communication."""
 
-Runs = list[tuple[float, float]]
+TimeSpans = list[tuple[float, float]]
 
 Transfer = tuple[str, int, int, str, int, int]
 """(direction, from stage, to stage, tensor, microbatch, slice)."""
@@ -100,15 +101,15 @@ def with_waits(trace: StepTrace, plan: Plan) -> StepTrace:
     return replace(trace, rows=tuple(rows))
 
 
-def _early_s(row: TraceRow, sent_s: Floats) -> Floats:
+def _early_s(row: TraceRow, sent_s: Array) -> Array:
     """Return the time by which each action began before its sender, at most its full duration."""
     return np.minimum(np.maximum(sent_s - row.start_s, 0.0), row.stop_s - row.start_s)
 
 
-def _measured_parts(row: TraceRow, early_s: Floats) -> dict[str, float]:
+def _measured_parts(row: TraceRow, early_s: Array) -> dict[str, float]:
     """Return the seconds by part over the actions of a row with waits."""
     assert row.wait_s is not None, "the row comes from with_waits"
-    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds = dict.fromkeys(TIME_PARTS, 0.0)
     columns = zip((row.stop_s - row.start_s).tolist(), row.wait_s.tolist(), early_s.tolist(), strict=True)
     for action, (length, wait, early) in zip(row.actions, columns, strict=True):
         if action.kind in COMPUTE:
@@ -139,7 +140,7 @@ def _send_starts(rows: Sequence[TraceRow], plan: Plan) -> dict[Transfer, dict[in
     return starts
 
 
-def _sent_s(row: TraceRow, sends: Mapping[Transfer, Mapping[int, float]], plan: Plan) -> Floats:
+def _sent_s(row: TraceRow, sends: Mapping[Transfer, Mapping[int, float]], plan: Plan) -> Array:
     """Return, for each action of a row, the latest start of the transfers that bring its inputs; 0 without any.
 
     Between groups of equal size a device receives from the device of the same index. Otherwise it may receive from any
@@ -164,7 +165,7 @@ def _sent_s(row: TraceRow, sends: Mapping[Transfer, Mapping[int, float]], plan: 
     return sent_s
 
 
-def _action_runs(actions: Sequence[Action], start_s: Floats, stop_s: Floats, kinds: Sequence[str]) -> Runs:
+def _action_runs(actions: Sequence[Action], start_s: Array, stop_s: Array, kinds: Sequence[str]) -> TimeSpans:
     return [
         (float(start), float(stop))
         for action, start, stop in zip(actions, start_s, stop_s, strict=True)
@@ -172,8 +173,8 @@ def _action_runs(actions: Sequence[Action], start_s: Floats, stop_s: Floats, kin
     ]
 
 
-def _merge_runs(runs: Runs) -> Runs:
-    merged: Runs = []
+def _merge_runs(runs: TimeSpans) -> TimeSpans:
+    merged: TimeSpans = []
     for start, stop in sorted(runs):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
@@ -182,5 +183,5 @@ def _merge_runs(runs: Runs) -> Runs:
     return merged
 
 
-def _total_length(runs: Runs) -> float:
+def _total_length(runs: TimeSpans) -> float:
     return float(np.sum([stop - start for start, stop in runs])) if runs else 0.0

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from pipefit.cost.types import Array
 from pipefit.schedule.actions import Action
-from pipefit.show.trace import Floats, StepTrace, TraceRow
+from pipefit.show.trace import StepTrace, TraceRow
 from pipefit.simulate.memory import MemoryCurve
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-TICKS = 1 << 20
+TIME_TICKS = 1 << 20
 MOST_SPANS = 240_000
 """Above this number of actions the report keeps, of each lane's devices, the first and the slowest."""
 CURVE_POINTS = 240
@@ -39,7 +40,7 @@ def encode_numbers(values: Iterable[int]) -> str:
 def encode_traces(traces: Sequence[StepTrace], slices: int) -> dict[str, Any]:
     """Encode all rows on one clock. A sequence of actions that several rows share is stored once."""
     horizon_s = max((trace.stop_s for trace in traces), default=0.0)
-    tick_s = horizon_s / TICKS if horizon_s else 1.0
+    tick_s = horizon_s / TIME_TICKS if horizon_s else 1.0
     sequences: dict[tuple[Action, ...], int] = {}
     rows = []
     for trace in traces:
@@ -138,7 +139,7 @@ def _row_ticks(row: TraceRow, tick_s: float) -> Iterable[int]:
         before = end
 
 
-def _round_values(values: Floats) -> list[int]:
+def _round_values(values: Array) -> list[int]:
     return [int(value) for value in np.rint(values)]
 
 

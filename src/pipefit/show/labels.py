@@ -8,7 +8,7 @@ from dataclasses import dataclass
 CHARACTER, HEIGHT, DROP = 7.0, 13.0, 3.0
 """Metrics of a line of text at 12 units: largest width of a character, height, and depth below the baseline."""
 
-Box = tuple[float, float, float, float]
+Rectangle = tuple[float, float, float, float]
 """(left, top, right, bottom)."""
 
 
@@ -23,13 +23,17 @@ class PlacedLabel:
     "True if the label is so far from its point that a line must join them."
 
     @property
-    def covered_box(self) -> Box:
+    def covered_box(self) -> Rectangle:
         """Return the box that the label covers."""
         return (self.x, self.y - HEIGHT + DROP, self.x + CHARACTER * len(self.text), self.y + DROP)
 
 
 def place_labels(
-    points: Sequence[tuple[float, float]], names: Sequence[str], frame: Box, taken: Sequence[Box], radius: float = 10.0
+    points: Sequence[tuple[float, float]],
+    names: Sequence[str],
+    frame: Rectangle,
+    taken: Sequence[Rectangle],
+    radius: float = 10.0,
 ) -> list[PlacedLabel | None]:
     """Place a label for every point with a name, in order of priority. Returns None for points without a name or
     without free space nearby. `taken` boxes are already covered; points keep `radius` around them free."""
@@ -52,7 +56,7 @@ def place_labels(
     return labels
 
 
-def boxes_overlap(one: Box, other: Box) -> bool:
+def boxes_overlap(one: Rectangle, other: Rectangle) -> bool:
     """Return True if two boxes overlap."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
@@ -76,6 +80,6 @@ def _label_places(x: float, y: float, name: str, radius: float) -> list[PlacedLa
     ]
 
 
-def _fits_frame(box: Box, frame: Box, covered: Sequence[Box]) -> bool:
+def _fits_frame(box: Rectangle, frame: Rectangle, covered: Sequence[Rectangle]) -> bool:
     inside = frame[0] <= box[0] and frame[1] <= box[1] and box[2] <= frame[2] and box[3] <= frame[3]
     return inside and not any(boxes_overlap(box, obstacle) for obstacle in covered)

@@ -30,7 +30,7 @@ from pipefit.show.traffic import REASONS, StepTraffic, step_traffic
 from pipefit.units import format_seconds
 
 SCRIPTS = ("decode.js", "timeline.js", "controls.js", "charts.js", "links.js", "trade.js", "page.js")
-GROUP = {"SEND_F": "T", "SEND_B": "T", "RECV_F": "T", "RECV_B": "T", "REDUCE": "R", "GATHER": "R"}
+LEGEND_KEYS = {"SEND_F": "T", "SEND_B": "T", "RECV_F": "T", "RECV_B": "T", "REDUCE": "R", "GATHER": "R"}
 """Legend keys of the action kinds without a key of their own; NORM, STEP and FREE are `O`."""
 
 MOST_STEPS = 1500
@@ -137,7 +137,7 @@ def _page_head(subject: ReportSubject) -> str:
 
 def _action_kinds(traces: list[StepTrace]) -> set[str]:
     kinds = {action.kind for trace in traces for row in trace.rows for action in set(row.actions)}
-    return {kind if kind in "FIWB" else GROUP.get(kind, "O") for kind in kinds}
+    return {kind if kind in "FIWB" else LEGEND_KEYS.get(kind, "O") for kind in kinds}
 
 
 def _timeline_data(subject: ReportSubject, traces: list[StepTrace]) -> dict[str, Any]:

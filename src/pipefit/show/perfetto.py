@@ -18,7 +18,7 @@ from pipefit.show.subject import ReportSubject
 from pipefit.show.trace import StepTrace, TraceRow, from_timeline
 from pipefit.simulate.timeline import Timeline
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 LINK = (*TRANSFER, "REDUCE", "GATHER")
 """Actions that run on a device's links beside its compute."""
@@ -49,7 +49,7 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
 
 def perfetto_document(traces: Sequence[StepTrace], timeline: Timeline | None = None) -> dict[str, Any]:
     """Return the trace document; the actions of a row are in the order of its lane."""
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for process, trace in enumerate(traces, 1):
         events += _process_events(process, trace)
         if timeline is not None and trace.name == "predicted":
@@ -57,7 +57,7 @@ def perfetto_document(traces: Sequence[StepTrace], timeline: Timeline | None = N
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _process_events(process: int, trace: StepTrace) -> Iterator[Event]:
+def _process_events(process: int, trace: StepTrace) -> Iterator[TraceEvent]:
     name = trace.name if trace.step is None else f"{trace.name}, step {trace.step}"
     yield _name_event("process_name", process, 0, name)
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
@@ -70,7 +70,7 @@ def _process_events(process: int, trace: StepTrace) -> Iterator[Event]:
         yield from _flow_events(process, trace)
 
 
-def _row_events(process: int, thread: int, row: TraceRow) -> Iterator[Event]:
+def _row_events(process: int, thread: int, row: TraceRow) -> Iterator[TraceEvent]:
     """Yield the row's actions; link actions are on the thread below."""
     for action, start_s, stop_s in zip(row.actions, row.start_s.tolist(), row.stop_s.tolist(), strict=True):
         yield {
@@ -85,7 +85,7 @@ def _row_events(process: int, thread: int, row: TraceRow) -> Iterator[Event]:
         }
 
 
-def _flow_events(process: int, trace: StepTrace) -> Iterator[Event]:
+def _flow_events(process: int, trace: StepTrace) -> Iterator[TraceEvent]:
     """Yield arrows from each SEND to the compute action of the peer stage that uses its tensor."""
     sends: dict[tuple[str, int, int, int], list[tuple[int, float]]] = {}
     for index, row in enumerate(trace.rows):
@@ -106,7 +106,7 @@ def _flow_events(process: int, trace: StepTrace) -> Iterator[Event]:
                 yield {"ph": "f", "bp": "e", **common, "tid": 2 * index + 1, "ts": start_s * 1e6}
 
 
-def _memory_events(process: int, timeline: Timeline) -> Iterator[Event]:
+def _memory_events(process: int, timeline: Timeline) -> Iterator[TraceEvent]:
     for lane, curve in enumerate(timeline.lane_memory):
         for time_s, size in zip(curve.time_s.tolist(), curve.bytes.tolist(), strict=True):
             yield {
@@ -132,5 +132,5 @@ def _event_arguments(action: Action) -> dict[str, Any]:
     return arguments
 
 
-def _name_event(what: str, process: int, thread: int, text: str) -> Event:
+def _name_event(what: str, process: int, thread: int, text: str) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}

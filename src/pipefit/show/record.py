@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipefit.codec import load_file
@@ -51,16 +52,12 @@ class RunRecord:
     def step_s(self) -> float:
         """Return the median step time without warm-up, which is the first tenth and at least one step. NaN without
         steps."""
-        times = sorted(step.step_s for step in self.steps[self.warm_up_steps :] if step.step_s > 0)
-        if not times:
-            return math.nan
-        middle = len(times) // 2
-        return times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
+        return steady_median([step.step_s for step in self.steps])
 
     @property
     def warm_up_steps(self) -> int:
         """Return the number of first steps that `step_s` leaves out."""
-        return max(1, len(self.steps) // 10) if len(self.steps) > 1 else 0
+        return warm_up_count(len(self.steps))
 
     @property
     def core_share(self) -> float | None:
@@ -78,6 +75,17 @@ class RunRecord:
         if first and self.plan.used_devices[0] not in peaks:
             peaks[self.plan.used_devices[0]] = max(first)
         return peaks
+
+
+def warm_up_count(steps: int) -> int:
+    """Return the number of first steps that count as warm-up."""
+    return max(1, steps // 10) if steps > 1 else 0
+
+
+def steady_median(times_s: Sequence[float]) -> float:
+    """Return the median of the positive step times in seconds, without those of the warm-up. NaN if there are none."""
+    times = [time_s for time_s in times_s[warm_up_count(len(times_s)) :] if time_s > 0]
+    return median(times) if times else math.nan
 
 
 def read_run(path: Path) -> RunRecord:

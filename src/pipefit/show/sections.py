@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pipefit.layout import Mesh
 from pipefit.plan.explain.text import risk_line
 from pipefit.plan.types import LanePrediction
-from pipefit.show.breakdown import PARTS, StepBreakdown
+from pipefit.show.breakdown import TIME_PARTS, StepBreakdown
 from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, format_difference, format_percent
 from pipefit.show.html import escape_text, html_table
 from pipefit.show.record import RecordedStep, RunRecord
@@ -20,7 +20,7 @@ from pipefit.show.trace import TraceRow
 from pipefit.show.traffic import REASONS, StepTraffic
 from pipefit.units import format_bandwidth, format_bytes, format_seconds
 
-KINDS = (
+KIND_STYLES = (
     ("F", "--f", "", "Forward F"),
     ("B", "--b", "back", "Backward B"),
     ("I", "--i", "dotted", "Input gradient I"),
@@ -44,7 +44,7 @@ BUSIEST = 8
 """Links in the table beside the heat-map."""
 
 
-MOST_DEVICES = 128
+SHOWN_DEVICES = 128
 """Largest number of bars in the breakdown."""
 
 
@@ -110,14 +110,14 @@ def plain_tile(name: str, value: str, small: str) -> str:
 
 
 def timeline_section(subject: ReportSubject, kinds: Iterable[str], left_out: int) -> str:
-    """Return the timeline with its controls. `kinds` are the keys of KINDS that occur."""
+    """Return the timeline with its controls. `kinds` are the keys of KIND_STYLES that occur."""
     record = subject.record
     traced = record is not None and record.trace is not None
     occurring = set(kinds)
     legend = "".join(
         f'<button type="button" data-kind="{key}" aria-pressed="true">'
         f'<span class="swatch {pattern}" style="--c:var({colour})"></span>{name}</button>'
-        for key, colour, pattern, name in KINDS
+        for key, colour, pattern, name in KIND_STYLES
         if key in occurring
     )
     sets = [("critical", "Critical path")]
@@ -205,7 +205,7 @@ def breakdown_section(
         + "</div>"
         for name, note, before, after in rows
     )
-    used = [name for name in PARTS if any(part.seconds[name] for part in (*predicted, *measured))]
+    used = [name for name in TIME_PARTS if any(part.seconds[name] for part in (*predicted, *measured))]
     legend = "".join(f"<li>{_part_swatch(name)}{_part_name(name)}</li>" for name in used)
     modifier = " many" if len(rows) > 8 else ""
     lead = "The number at the right is the share of the step in which the device computes."
@@ -228,7 +228,7 @@ def breakdown_section(
 def _extreme_devices(measured: Sequence[StepBreakdown]) -> tuple[Sequence[StepBreakdown], int]:
     """If there are too many devices, keep those of each lane that compute least and most. Returns them and the number
     left out."""
-    if len(measured) <= MOST_DEVICES:
+    if len(measured) <= SHOWN_DEVICES:
         return measured, 0
     extremes = []
     for lane in sorted({part.lane for part in measured}):
@@ -242,7 +242,7 @@ def _breakdown_bar(tag: str, part: StepBreakdown, longest: float) -> str:
         f'<span class="part {PART_STYLES[name][1]}" style="--c:var({PART_STYLES[name][0] or "--idle"});'
         f'width:{100 * part.seconds[name] / longest:.3f}%" title="{_part_name(name)}: '
         f'{format_seconds(part.seconds[name])}"></span>'
-        for name in PARTS
+        for name in TIME_PARTS
         if part.seconds[name] > 0
     )
     share = format_percent(part.seconds["compute"] / part.total_s) if part.total_s else ""
@@ -257,12 +257,12 @@ def _breakdown_table(predicted: Sequence[StepBreakdown], measured: Sequence[Step
         [
             f"Lane {part.lane}" if part.device is None else f"Device {part.device}",
             "predicted" if part.device is None else "measured",
-            *(format_seconds(part.seconds[name]) for name in PARTS),
+            *(format_seconds(part.seconds[name]) for name in TIME_PARTS),
             format_seconds(part.total_s),
         ]
         for part in (*predicted, *measured)
     ]
-    heads = ["Of", "How", *map(_part_name, PARTS), "Step"]
+    heads = ["Of", "How", *map(_part_name, TIME_PARTS), "Step"]
     return html_table("Parts of the time of one step", heads, rows, numeric=range(2, 8))
 
 

@@ -23,8 +23,8 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 86, 46, 18, 16
 SLOWEST = 1.7
 """Points slower than this multiple of the fastest appear in the table only."""
 
-TICKS = 5
-COLOURS = {"none": "--f", "selective": "--w", "full": "--b"}
+AXIS_TICKS = 5
+RECOMPUTE_COLOURS = {"none": "--f", "selective": "--w", "full": "--b"}
 """Colours by recomputation mode. Points whose stages differ have the colour of the fitted curve."""
 
 CURVE = "--t"
@@ -152,7 +152,7 @@ def _point_labels(
 def _point_mark(index: int, point: TradePoint, x: float, y: float, label: PlacedLabel | None) -> str:
     """Return the mark of a point. A fitted order is a square, the chosen point has a ring, a point that does not fit is
     pale."""
-    colour = f"var({COLOURS.get(point.recompute, CURVE)})"
+    colour = f"var({RECOMPUTE_COLOURS.get(point.recompute, CURVE)})"
     pale = "" if point.fits else ' fill-opacity="0.4"'
     if point.schedule == FIT:
         shape = f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"{pale}/>'
@@ -176,8 +176,8 @@ def _point_mark(index: int, point: TradePoint, x: float, y: float, label: Placed
 
 def _draw_axes(x: LinearScale, y: LinearScale, low: float, high: float, fast: float, slow: float) -> str:
     parts = []
-    for index in range(TICKS):
-        part = index / (TICKS - 1)
+    for index in range(AXIS_TICKS):
+        part = index / (AXIS_TICKS - 1)
         memory, time_s = low + part * (high - low), fast + part * (slow - fast)
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(time_s):.1f}" y2="{y(time_s):.1f}" stroke="var(--line)"/>'
@@ -191,7 +191,7 @@ def _draw_axes(x: LinearScale, y: LinearScale, low: float, high: float, fast: fl
 
 
 def _draw_legend() -> str:
-    swatches = [(f"var({colour})", f"recompute {name}") for name, colour in COLOURS.items()]
+    swatches = [(f"var({colour})", f"recompute {name}") for name, colour in RECOMPUTE_COLOURS.items()]
     swatches.append((f"var({CURVE})", "fit, stages differ"))
     return " ".join(
         f'<span><i class="trade-swatch" style="background:{c}"></i>{escape_text(n)}</span>' for c, n in swatches

@@ -16,7 +16,7 @@ from pipefit.show.sections import plain_tile, section_card
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 86, 46, 18, 96
 """Size and margins of the drawing, in its own units."""
 
-COLOURS = ("--f", "--b", "--w", "--t", "--i", "--r")
+CURVE_COLOURS = ("--f", "--b", "--w", "--t", "--i", "--r")
 """Colours of the kinds of devices, in their order; further kinds begin again."""
 
 
@@ -82,7 +82,7 @@ def _draw_curves(points: Sequence[tuple[str, int, float]], deadline: float | Non
     ends: list[float] = []
     for number, device in enumerate(dict.fromkeys(device for device, *_ in points)):
         line = [(x(count), y(days), count, days) for name, count, days in points if name == device]
-        colour = COLOURS[number % len(COLOURS)]
+        colour = CURVE_COLOURS[number % len(CURVE_COLOURS)]
         parts.append(_draw_curve(device, line, colour, ends))
     label = "Time of the training against the number of devices"
     return (

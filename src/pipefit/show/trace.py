@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Array
 from pipefit.errors import FormatError
 from pipefit.plan.types import Plan
 from pipefit.schedule.actions import Action
 from pipefit.simulate.timeline import Timeline
-
-Floats = NDArray[np.float64]
 
 FORMAT = "pipefit-trace"
 VERSION = 1
@@ -36,9 +34,9 @@ class TraceRow:
     device: int | None = None
     "None for a prediction, which holds for all devices of the lane."
     actions: tuple[Action, ...]
-    start_s: Floats
-    stop_s: Floats
-    wait_s: Floats | None = None
+    start_s: Array
+    stop_s: Array
+    wait_s: Array | None = None
     "Seconds that each action waited for data at its beginning; None if not recorded."
 
 

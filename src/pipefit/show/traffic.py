@@ -31,9 +31,10 @@ from pipefit.model.ops.kind import Said
 from pipefit.model.ops.moe import EXPERT_EXCHANGE
 from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.reshare import KIND as RESHARE
+from pipefit.optimizers.sharded_state import shards_parameters
 from pipefit.precision import Precision
 
-PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+RING_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """Number of times a ring collective sends (n - 1)/n of the tensor over every hop; gloo implements a reduce-scatter by
 an all-reduce."""
 
@@ -97,7 +98,7 @@ def _add_shard_collectives(
                 else:
                     parts = [_share_fractions(count, shares) for count in units]
                 if kind != "all_to_all" and how == "padded":
-                    passes = 2 if kind == "reduce_scatter" and network.over_gloo else PASSES[kind]
+                    passes = 2 if kind == "reduce_scatter" and network.over_gloo else RING_PASSES[kind]
                     passed[kind] += passes * size * (len(ring) * max(parts[0]) if parts else 1.0)
                 else:
                     for i, j, part in lowerings.sent_messages(kind, how, size * times, *parts):
@@ -202,7 +203,7 @@ def _add_sharded_layers(
         for ring in rings:
             gradients = elements * GRADIENT_BYTES[work.precision] * passes * times
             _add_ring(traffic, ring, gradients, "reduction", network, kind)
-            if stage.sharded_state == "parameters":
+            if shards_parameters(stage.sharded_state):
                 gathered = 2 * elements * COMPUTE_BYTES[work.precision] * times
                 _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.types import CostTable
+from pipefit.cost.types import Array, CostTable, Ints
 from pipefit.schedule.taskgraph.compile import TaskGraph, by_unit
-from pipefit.schedule.taskgraph.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints, W
+from pipefit.schedule.taskgraph.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, W
 from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges, spread_table
 
 
@@ -31,8 +31,8 @@ from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges,
 class MemoryCurve:
     """The memory of one lane as a step function of time."""
 
-    time_s: Floats
-    bytes: Floats
+    time_s: Array
+    bytes: Array
     "Bytes in use from the time at this index to the next; simultaneous events are in the order they happen."
     static_bytes: float
     peak_bytes: float
@@ -48,7 +48,7 @@ class MemoryCurve:
 
 
 def memory_curves(
-    graph: TaskGraph, costs: CostTable, times: TaskTimes, posted_s: Floats, reached_s: Floats
+    graph: TaskGraph, costs: CostTable, times: TaskTimes, posted_s: Array, reached_s: Array
 ) -> tuple[MemoryCurve, ...]:
     """Return the memory curve of every lane.
 
@@ -58,22 +58,22 @@ def memory_curves(
     events = _MemoryEvents()
     compute = np.flatnonzero(graph.kind <= B)
     held, passing = (task_bytes[compute] for task_bytes in _task_bytes(graph, costs))
-    lane, position = graph.lane[compute], PLACES * graph.row[compute]
+    lane, position = graph.lane[compute], EVENT_PLACES * graph.row[compute]
     events.add_change(lane, times.start_s[compute], position + START, np.maximum(held, 0.0) + passing, passing=passing)
     events.add_change(lane, times.stop_s[compute], position + STOP, np.minimum(held, 0.0) - passing, passing=-passing)
     transfers = np.flatnonzero(graph.consumer >= 0)
     if len(transfers):
         size, user = _edge_bytes(graph, costs, "bytes")[transfers], graph.consumer[transfers]
         events.add_change(graph.lane[user], posted_s[transfers], _posting_order(graph)[transfers], size, RECEIVED)
-        events.add_change(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, RECEIVED)
+        events.add_change(graph.lane[user], times.start_s[user], EVENT_PLACES * graph.row[user] + TAKE, -size, RECEIVED)
         _add_sent(events, graph, costs, times, reached_s)
     _add_handed_on(events, graph, costs, times)
     _add_kv_gradients(events, graph, costs, times)
     _add_reductions(events, graph, costs, times)
-    return events.lane_curves(costs.static_bytes, len(graph.schedule.lanes), PLACES * len(graph.table.kind))
+    return events.lane_curves(costs.static_bytes, len(graph.schedule.lanes), EVENT_PLACES * len(graph.table.kind))
 
 
-PLACES = 8
+EVENT_PLACES = 8
 TAKE, START, STOP, GIVE = 1, 2, 6, 7
 """The order of simultaneous events of one action: it takes its inputs, starts, stops, hands on its outputs."""
 
@@ -85,7 +85,7 @@ COMPUTE, RECEIVED, SENT = range(3)
 """The category of an event: memory of actions, receive buffers, or outputs that have not been sent yet."""
 
 
-def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes, reached_s: Floats) -> None:
+def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes, reached_s: Array) -> None:
     """Add the outputs that senders keep until they have been sent."""
     transfers = np.flatnonzero(graph.consumer >= 0)
     size = _edge_bytes(graph, costs, "sent_bytes")[transfers]
@@ -99,12 +99,12 @@ def _add_sent(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: 
         on_lane = graph.lane >= 0
         np.maximum.at(last_s, graph.lane[on_lane], np.maximum(times.stop_s, times.arrival_s)[on_lane])
         gone_s = np.where(known, reached_s[left], last_s[graph.lane[transfers]])
-        gone = np.where(known, PLACES * left + STOP, PLACES * len(graph.table.kind))
+        gone = np.where(known, EVENT_PLACES * left + STOP, EVENT_PLACES * len(graph.table.kind))
     else:
         maker = graph.task[graph.row[transfers]]
-        gone_s, gone = times.arrival_s[transfers], PLACES * graph.row[transfers] + GIVE
+        gone_s, gone = times.arrival_s[transfers], EVENT_PLACES * graph.row[transfers] + GIVE
     lane = graph.lane[transfers]
-    events.add_change(lane, times.stop_s[maker], PLACES * graph.row[maker] + GIVE, size, SENT)
+    events.add_change(lane, times.stop_s[maker], EVENT_PLACES * graph.row[maker] + GIVE, size, SENT)
     events.add_change(lane, np.maximum(gone_s, times.stop_s[maker]), gone, -size, SENT)
 
 
@@ -160,24 +160,26 @@ def _add_handed_on(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, ti
                 consumers[there],
             )
             events.add_change(
-                graph.lane[producers], times.stop_s[producers], PLACES * graph.row[producers] + GIVE, size, SENT
+                graph.lane[producers], times.stop_s[producers], EVENT_PLACES * graph.row[producers] + GIVE, size, SENT
             )
             events.add_change(
-                graph.lane[consumers], times.start_s[consumers], PLACES * graph.row[consumers] + TAKE, -size, SENT
+                graph.lane[consumers], times.start_s[consumers], EVENT_PLACES * graph.row[consumers] + TAKE, -size, SENT
             )
 
 
 def _add_kv_gradients(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
     """Add the gradients that a backward leaves for the keys and values of earlier slices, until the next backward of
     its microbatch starts."""
-    if not costs.owed_bytes.any():
+    if not costs.kv_gradient_bytes.any():
         return
     backward = _task_index(graph, (I, B))
     there = (backward[:, :, 1:] >= 0) & (backward[:, :, :-1] >= 0)
-    size = np.broadcast_to(costs.owed_bytes, backward.shape)[:, :, 1:][there]
+    size = np.broadcast_to(costs.kv_gradient_bytes, backward.shape)[:, :, 1:][there]
     producers, consumers = backward[:, :, 1:][there], backward[:, :, :-1][there]
-    events.add_change(graph.lane[producers], times.stop_s[producers], PLACES * graph.row[producers] + GIVE, size)
-    events.add_change(graph.lane[consumers], times.start_s[consumers], PLACES * graph.row[consumers] + TAKE, -size)
+    events.add_change(graph.lane[producers], times.stop_s[producers], EVENT_PLACES * graph.row[producers] + GIVE, size)
+    events.add_change(
+        graph.lane[consumers], times.start_s[consumers], EVENT_PLACES * graph.row[consumers] + TAKE, -size
+    )
 
 
 def _add_reductions(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, times: TaskTimes) -> None:
@@ -194,7 +196,7 @@ def _add_reductions(events: _MemoryEvents, graph: TaskGraph, costs: CostTable, t
         hidden = max((float(tensor_bytes.max()) for tensor_bytes in ends), default=0.0)
         for change in (size, REDUCING * hidden, -REDUCING * hidden):
             events.add_change(
-                graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, change), SENT
+                graph.lane[last], times.stop_s[last], EVENT_PLACES * graph.row[last] + GIVE, np.full(1, change), SENT
             )
 
 
@@ -207,7 +209,7 @@ def _task_index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
     return by_unit(index, schedule)
 
 
-def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Array, Array]:
     """Return, for every task, the bytes it leaves allocated and the transient bytes while it runs."""
     held, passing = np.zeros(graph.size), np.zeros(graph.size)
     for name in ("F", "I", "W", "B"):
@@ -219,7 +221,7 @@ def _task_bytes(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
     return held, passing
 
 
-def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Floats:
+def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Array:
     """Return, for every task, the field `bytes` (the receive buffer) or `sent_bytes` of its transfer."""
     size = np.zeros(graph.size)
     matched = match_edges(graph.table.edges, costs)
@@ -232,9 +234,9 @@ def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Floats:
 def _posting_order(graph: TaskGraph) -> Ints:
     """Return, for every transfer, the position of its posting among simultaneous events: at its RECV, or before its
     user."""
-    position = PLACES * graph.row[graph.consumer] - 1
+    position = EVENT_PLACES * graph.row[graph.consumer] - 1
     receives = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
-    position[graph.task[receives]] = PLACES * receives + START
+    position[graph.task[receives]] = EVENT_PLACES * receives + START
     return position
 
 
@@ -242,22 +244,22 @@ class _MemoryEvents:
     """Changes of memory, collected in any order; each has a lane, a time and a position among simultaneous events."""
 
     def __init__(self) -> None:
-        self.columns: list[tuple[Ints, Floats, Ints, Floats, Ints, Floats]] = []
+        self.columns: list[tuple[Ints, Array, Ints, Array, Ints, Array]] = []
 
     def add_change(
         self,
         lane: Ints,
-        time_s: Floats,
+        time_s: Array,
         place: Ints,
-        change: Floats,
+        change: Array,
         about: int = COMPUTE,
-        passing: Floats | None = None,
+        passing: Array | None = None,
     ) -> None:
         """Add changes; `passing` is the part of each change that is transient memory of an action."""
         none = np.zeros(len(change)) if passing is None else passing
         self.columns.append((lane, time_s, place, change, np.full(len(change), about), none))
 
-    def lane_curves(self, static_bytes: Floats, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
+    def lane_curves(self, static_bytes: Array, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
         """Build the curves; `end` is the position of events at the end of a lane."""
         lane, time_s, position, change, about, passing = (
             np.concatenate(column) for column in zip(*self.columns, strict=True)

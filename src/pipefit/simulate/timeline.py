@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import CostTable
+from pipefit.cost.types import Array, CostTable, Ints
 from pipefit.schedule.actions import Action, Kind, Schedule
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.taskgraph.compile import TaskGraph
 from pipefit.schedule.taskgraph.contended import evaluate_schedule
-from pipefit.schedule.taskgraph.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B, Floats, Ints
+from pipefit.schedule.taskgraph.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B
 from pipefit.schedule.taskgraph.times import TaskTimes
 from pipefit.simulate.memory import MemoryCurve, memory_curves
 from pipefit.simulate.path import critical_tasks
@@ -76,26 +76,26 @@ class Timeline:
         return float(self.times.stop_s[mask].max()) if mask.any() else 0.0
 
     @cached_property
-    def starts_s(self) -> tuple[Floats, ...]:
+    def starts_s(self) -> tuple[Array, ...]:
         """The start of each action, by lane. A RECV starts when it is posted."""
         table, start_s = self.graph.table, self.times.start_s[self.graph.task]
         receive = (table.kind == RECV_F) | (table.kind == RECV_B)
         return self._per_lane(np.where(receive, self._reached_s, start_s))
 
     @cached_property
-    def stops_s(self) -> tuple[Floats, ...]:
+    def stops_s(self) -> tuple[Array, ...]:
         """The end of each action, by lane. SEND and RECV end when the data has arrived."""
         stop = np.where(self.graph.consumer >= 0, self.times.arrival_s, self.times.stop_s)
         return self._per_lane(stop[self.graph.task])
 
     @cached_property
-    def busy_s(self) -> Floats:
+    def busy_s(self) -> Array:
         """The time of each lane in compute actions and the optimizer step."""
         mask = (self.graph.kind <= B) | (self.graph.kind == STEP)
         return self._sum_by_lane(mask, self.times.duration_s)
 
     @cached_property
-    def idle_s(self) -> Floats:
+    def idle_s(self) -> Array:
         """The rest of the makespan, by lane."""
         return self.makespan_s - self.busy_s
 
@@ -110,12 +110,12 @@ class Timeline:
         return float(1.0 - computed / lane_time) if lane_time else 0.0
 
     @cached_property
-    def port_s(self) -> Floats:
+    def port_s(self) -> Array:
         """The time that the port of each lane spends sending."""
         return self._sum_by_lane(self.graph.consumer >= 0, self.times.duration_s)
 
     @cached_property
-    def exposed_transfer_s(self) -> Floats:
+    def exposed_transfer_s(self) -> Array:
         """The idle time of each lane caused by communication only: data under way or waiting for a port.
 
         It counts from the time at which the lane is free and all its inputs have been sent, to their arrival.
@@ -138,7 +138,7 @@ class Timeline:
         return memory_curves(self.graph, costs, self.times, self._posted_s, self._reached_s)
 
     @cached_property
-    def peak_bytes(self) -> Floats:
+    def peak_bytes(self) -> Array:
         """The peak memory of each lane, with static and transient memory."""
         return np.array([curve.peak_bytes for curve in self.lane_memory])
 
@@ -183,32 +183,32 @@ class Timeline:
         )
 
     @cached_property
-    def _reached_s(self) -> Floats:
+    def _reached_s(self) -> Array:
         """The time at which the lane reaches each row of the table: the end of its previous action."""
         before = self.graph.before
         return np.where(before >= 0, self.times.stop_s[before], 0.0)
 
     @cached_property
-    def _posted_s(self) -> Floats:
+    def _posted_s(self) -> Array:
         """The time at which the receive of each transfer was posted (lowered) or the transfer started (computed)."""
-        posted: Floats = self.times.start_s.copy()
+        posted: Array = self.times.start_s.copy()
         table = self.graph.table
         receives = np.flatnonzero((table.kind == RECV_F) | (table.kind == RECV_B))
         posted[self.graph.task[receives]] = self._reached_s[receives]
         return posted
 
     @cached_property
-    def _issued_s(self) -> Floats:
+    def _issued_s(self) -> Array:
         """The time at which the SEND of each transfer was reached (lowered) or its producer stopped (computed)."""
         graph = self.graph
         if self.schedule.is_lowered:
             return np.where(graph.row >= 0, self._reached_s[graph.row], 0.0)
         return np.where(graph.row >= 0, self.times.stop_s[graph.task[graph.row]], 0.0)
 
-    def _per_lane(self, values: Floats) -> tuple[Floats, ...]:
+    def _per_lane(self, values: Array) -> tuple[Array, ...]:
         return tuple(np.split(values, self.graph.table.offset[1:-1]))
 
-    def _sum_by_lane(self, tasks: NDArray[np.bool_] | Ints, values: Floats) -> Floats:
+    def _sum_by_lane(self, tasks: NDArray[np.bool_] | Ints, values: Array) -> Array:
         total = np.zeros(len(self.schedule.lanes))
         np.add.at(total, self.graph.lane[tasks], values[tasks])
         return total

@@ -19,7 +19,7 @@ ROWS, TOKENS = 2, 6
 SYMBOLS: Mapping[str, int] = {"B": ROWS, "T": TOKENS}
 """Sizes of the examples."""
 
-ROLES = ("tokens", "positions", "labels", "documents")
+INTEGER_ROLES = ("tokens", "positions", "labels", "documents")
 """Integer inputs that the step plan names; other integers are data."""
 
 Values = Mapping[str, Tensor | None]
@@ -95,7 +95,7 @@ class OperatorExample:
     def _role_of(self, name: str) -> Any:
         if name not in self.integers:
             return "activation"
-        return name if name in ROLES else "data"
+        return name if name in INTEGER_ROLES else "data"
 
     def draw_values(self, seed: int = 0) -> dict[str, Tensor | None]:
         """Return float64 or int64 numbers for all inputs."""

@@ -15,10 +15,17 @@ from torch import Tensor
 
 from pipefit.model.ops import OperatorKind, register_operator
 from pipefit.model.ops.table import remove_operator
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 from pipefit.testing.labelled import call_labelled, require
-from pipefit.testing.operator_example import ROLES, ROWS, TOKENS, OperatorExample, as_leaves, draw_output_gradient
+from pipefit.testing.operator_example import (
+    INTEGER_ROLES,
+    ROWS,
+    TOKENS,
+    OperatorExample,
+    as_leaves,
+    draw_output_gradient,
+)
 from pipefit.testing.operator_facts import check_operator_facts, check_operator_module, check_operator_types
 from pipefit.testing.operator_splits import check_operator_split, check_operator_sums
 
@@ -37,7 +44,7 @@ __all__ = [
 Mode = Literal["B", "IW"]
 """One backward action, or the gradients of inputs and of weights apart."""
 
-Recompute = Literal["none", "selective"]
+CheckedRecompute = Literal["none", "selective"]
 
 
 @contextmanager
@@ -65,7 +72,7 @@ def check_operator(example: OperatorExample) -> None:
 
 
 def check_operator_gradients(
-    example: OperatorExample, mode: Mode = "B", recompute: Recompute = "none", tolerance: float = 1e-12
+    example: OperatorExample, mode: Mode = "B", recompute: CheckedRecompute = "none", tolerance: float = 1e-12
 ) -> None:
     """Raise AssertionError unless the result and all gradients are those of the reference, up to `tolerance` of the
     largest element."""
@@ -83,11 +90,11 @@ def _check_near(value: Tensor, expected: Tensor, tolerance: float, subject: str)
     assert error <= tolerance * expected.abs().max(), f"{subject} is off by {float(error):.2g}"
 
 
-def _run_stage(example: OperatorExample, mode: Mode, recompute: Recompute) -> tuple[Tensor, dict[str, Tensor]]:
+def _run_stage(example: OperatorExample, mode: Mode, recompute: CheckedRecompute) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result and the gradients by input name of a stage of one layer."""
     graph, values = example.make_graph(), example.draw_values()
     layer = StageLayer("layer", graph, {name: name for name in example.parameters})
-    program = StageProgram([layer], recompute=recompute, dtype=torch.float64)
+    program = StageProgram([layer], StageSetup(recompute=recompute, dtype=torch.float64))
     buffers = {name: torch.zeros_like(parameter.data) for name, parameter in program.parameters.items()}
     for name, parameter in program.parameters.items():
         value = values[name]
@@ -95,7 +102,7 @@ def _run_stage(example: OperatorExample, mode: Mode, recompute: Recompute) -> tu
         parameter.data.copy_(value)
     program.bind_gradients(buffers)
     program.begin_step(0, 1)
-    fed = {tensor.name: values[tensor.name] for tensor in graph.inputs if tensor.role in ROLES}
+    fed = {tensor.name: values[tensor.name] for tensor in graph.inputs if tensor.role in INTEGER_ROLES}
     data = {tensor.name: values[tensor.name] for tensor in graph.inputs if tensor.role == "data"}
     feed = StageInputs(**fed, data=data, rows=torch.arange(ROWS))
     if feed.positions is None:

@@ -22,7 +22,13 @@ from benchmarks.planning.published import (
     limit_time,
     time_plan,
 )
-from benchmarks.planning.published_rows import (
+from pipefit.cluster.kinds import RESERVED_SHARE
+from pipefit.cluster.topology import device_count
+from pipefit.errors import ClusterError, ModelError
+from pipefit.model.registry import resolve_model
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.types import Plan
+from pipefit.validate.published import (
     PublishedDevice,
     PublishedRow,
     cluster_of,
@@ -32,12 +38,6 @@ from benchmarks.planning.published_rows import (
     published_step_s,
     read_published,
 )
-from pipefit.cluster.kinds import RESERVED_SHARE
-from pipefit.cluster.topology import device_count
-from pipefit.errors import ClusterError, ModelError
-from pipefit.model.registry import resolve_model
-from pipefit.plan.request.constraints import parse_constraints
-from pipefit.plan.types import Plan
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = read_published()

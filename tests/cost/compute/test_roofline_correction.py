@@ -16,7 +16,7 @@ from pipefit.cost.compute.layer_query import LayerQuery, MicrobatchShape
 from pipefit.cost.compute.roofline import LayerCost
 from pipefit.cost.compute.roofline_correction import LayerLookup, product_kinds, unsharded_shape
 from pipefit.lab.pace import layer_facts
-from pipefit.lab.tables import KINDS, DeviceTable
+from pipefit.lab.tables import ACTION_KINDS, DeviceTable
 from pipefit.model.graph import Graph
 from pipefit.model.registry import open_model
 from pipefit.plan.assemble.shard_programs import ProgramCache
@@ -33,7 +33,7 @@ LONG = MicrobatchShape(1, 256, 0, 256)
 
 def truth(graph: Graph, rows: int, tokens: int) -> dict[str, float]:
     facts = layer_facts(graph, {"B": rows, "T": tokens, "P": 0, "S": tokens, "R": rows})
-    return {action: TABLE.layer_time_s(action, facts) for action in KINDS}
+    return {action: TABLE.layer_time_s(action, facts) for action in ACTION_KINDS}
 
 
 def measured(setting: Setting = "together") -> Cluster:

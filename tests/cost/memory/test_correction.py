@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipefit.codec import dump_text
-from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryRun, learn_correction
+from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PEAK_PARTS, MemoryRun, learn_correction
 from pipefit.cost.memory.correction_file import MemoryFacts, learn_facts, load_memory, record_runs
 from pipefit.errors import ClusterError, FormatError
 
@@ -29,7 +29,7 @@ def runs(count: int, seed: int, scale: float = 1.0, noise: float = NOISE, device
             unit = random.uniform(1e6, 1e8) * scale
             sizes = [2, 4, 12 * random.choice([1, 0.5, 0.25]), random.uniform(1, 30), random.uniform(0.5, 5)]
             parts = dict(
-                zip(PARTS, [unit * size for size in [*sizes, random.uniform(0.1, 2)]] + [2.0**26], strict=True)
+                zip(PEAK_PARTS, [unit * size for size in [*sizes, random.uniform(0.1, 2)]] + [2.0**26], strict=True)
             )
             measured = sum(TRUTH[name] * size for name, size in parts.items()) * float(np.exp(random.normal(0, noise)))
             made.append(
@@ -108,7 +108,7 @@ def test_files(tmp_path: Path) -> None:
 BROKEN = {
     "nothing measured": (lambda run: replace(run, measured_bytes=0.0), "0 bytes measured"),
     "a part is missing": (lambda run: replace(run, parts={"saved": 1.0}), "parts saved"),
-    "a part below 0": (lambda run: replace(run, parts=dict.fromkeys(PARTS, -1.0)), "none below 0"),
+    "a part below 0": (lambda run: replace(run, parts=dict.fromkeys(PEAK_PARTS, -1.0)), "none below 0"),
     "not a number": (lambda run: replace(run, measured_bytes=float("nan")), "nan bytes measured"),
 }
 
@@ -127,9 +127,9 @@ def test_broken_files(tmp_path: Path, name: str) -> None:
 
 
 IMPOSSIBLE = {
-    "a coefficient is missing": {"coefficients": dict.fromkeys(PARTS[1:], 1.0)},
-    "a coefficient below 0": {"coefficients": dict.fromkeys(PARTS, 1.0) | {"saved": -1.0}},
-    "no coefficient above 0": {"coefficients": dict.fromkeys(PARTS, 0.0)},
+    "a coefficient is missing": {"coefficients": dict.fromkeys(PEAK_PARTS[1:], 1.0)},
+    "a coefficient below 0": {"coefficients": dict.fromkeys(PEAK_PARTS, 1.0) | {"saved": -1.0}},
+    "no coefficient above 0": {"coefficients": dict.fromkeys(PEAK_PARTS, 0.0)},
     "no spread": {"spread": 0.0},
     "no errors": {"errors": ()},
     "an error that is no number": {"errors": (float("nan"),)},

@@ -20,7 +20,7 @@ from pipefit.model.graph import Model
 from pipefit.model.registry import describe_config, open_model
 from pipefit.plan.assemble.shard_programs import ProgramCache
 from pipefit.run.autograd.attention_kernels import _groups_are_native
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 ROWS, TOKENS = 3, 20
@@ -76,9 +76,7 @@ def stage(
     chosen = [layer for layer in model.layers if layer.name in names]
     program = StageProgram(
         [StageLayer(layer.name, model.layer_graph(layer), layer.parameters) for layer in chosen],
-        recompute=recompute,
-        dtype=dtype,
-        slices=slices,
+        StageSetup(recompute=recompute, dtype=dtype, slices=slices),
     )
     torch.manual_seed(0)
     for parameter in program.parameters.values():

@@ -99,19 +99,17 @@ def test_the_memory_bound_rules_out_only_what_no_cut_holds() -> None:
     cutter, floors = context.layer_cutter, LowerBounds(context.layer_cutter, JOB)
     ruled_out, unfit = 0, 0
     for base in iter_base_grids(JOB, 7, 4, 1, NO_CONSTRAINTS, cutter):
-        panel = unsliced_grid(base, NO_CONSTRAINTS)
-        if panel is None:
+        grid = unsliced_grid(base, NO_CONSTRAINTS)
+        if grid is None:
             continue
-        needs = floors.memory_need(floors.bound_grid(panel))
+        needs = floors.memory_need(floors.bound_grid(grid))
         assert needs is not None
-        for schedule, name in enumerate(panel.names):
-            for cell in np.ndindex(panel.grid_shape):
-                decisions = replace(
-                    panel.decisions_at(int(np.ravel_multi_index(cell, panel.grid_shape))), schedule=name
-                )
-                if panel.unit_counts[cell[0]] < panel.least[schedule]:
+        for schedule, name in enumerate(grid.names):
+            for cell in np.ndindex(grid.grid_shape):
+                decisions = replace(grid.decisions_at(int(np.ravel_multi_index(cell, grid.grid_shape))), schedule=name)
+                if grid.unit_counts[cell[0]] < grid.least[schedule]:
                     continue
-                need = np.broadcast_to(needs[0, schedule], panel.grid_shape[:3])[cell[:3]]
+                need = np.broadcast_to(needs[0, schedule], grid.grid_shape[:3])[cell[:3]]
                 cut = cutter.cut_layers(JOB, decisions)
                 fits = cut is not None and cut.may_fit
                 assert not (fits and need > FULL), decisions

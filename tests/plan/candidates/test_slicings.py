@@ -166,12 +166,12 @@ def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Clus
 
 
 def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
-    """At every level of looking, the one of the panels among them."""
+    """At every level of looking, the one of the grids among them."""
     from pipefit.plan.candidates.queue import SearchCandidate, build_queues
 
     context, looked = PlannerContext(toy_model(2), slow(3)), 0
     searcher = LayoutSearch(context, LONG, Constraints(slice_multiple=4096), 1)
-    for panel in iter_grids(
+    for grid in iter_grids(
         LONG,
         len(context.only_module.layers),
         3,
@@ -180,9 +180,9 @@ def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
         context.layer_cutter,
         searcher.slicer,
     ):
-        if not panel.slices:
+        if not grid.slices:
             continue
-        queue = build_queues(searcher.floors, [panel])[0]
+        queue = build_queues(searcher.floors, [grid])[0]
         while not queue.is_empty:
             for candidate in queue.take_next():
                 bounds, one = [candidate.bound_s], SearchCandidate(candidate.decisions)

@@ -78,7 +78,7 @@ def test_grids_are_bounded_with_their_collectives(state: ShardedState) -> None:
     ):
         plain_s, with_state_s = search.floors.bound_s(floor), search.floors.state_bounds_s(floor)
         assert len(places) == len(with_state_s) and (with_state_s >= plain_s[..., None, None]).all()
-        replicas = np.array([panel.replica_count for panel in floor.panels])
+        replicas = np.array([grid.replica_count for grid in floor.grids])
         rises = (with_state_s > plain_s[..., None, None] * ROUNDING).any(axis=(1, 2, 3, 4))
         assert not rises[replicas == 1].any()
         risen += int(rises.sum())

@@ -241,10 +241,10 @@ def test_floors_are_below_every_cut() -> None:
     context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
     floors = LowerBounds(context.layer_cutter, JOB)
     seen = 0
-    for panel in iter_grids(JOB, 6, 4, 2, replace(FIXED, microbatches=2, slices=1), context.layer_cutter):
-        floor = floors.bound_grid(panel)
-        for index in range(len(panel.counts)):
-            decisions = panel.decisions_at(int(np.ravel_multi_index((index, 0, 0, 0), panel.grid_shape)))
+    for grid in iter_grids(JOB, 6, 4, 2, replace(FIXED, microbatches=2, slices=1), context.layer_cutter):
+        floor = floors.bound_grid(grid)
+        for index in range(len(grid.counts)):
+            decisions = grid.decisions_at(int(np.ravel_multi_index((index, 0, 0, 0), grid.grid_shape)))
             rows = context.layer_cutter.stage_rows(JOB, decisions)
             times = [row.forward_s + row.backward_s for row in rows]
             slowest = min(
@@ -257,24 +257,24 @@ def test_floors_are_below_every_cut() -> None:
 
 
 def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
-    """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
+    """Bounds and guesses of all grids, those with slices among them, and the order of a queue that is opened late."""
     context = PlannerContext(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
     floors = LowerBounds(context.layer_cutter, JOB)
     every = list(iter_grids(JOB, 6, 4, 2, Constraints(sharded_state="none"), context.layer_cutter))
     together = {place: (floor, at) for places, floor in floors.bound_batches(every) for at, place in enumerate(places)}
     assert sorted(together) == list(range(len(every)))
-    assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
-    for place, (panel, queue) in enumerate(zip(every, build_queues(floors, every), strict=True)):
+    assert max(len(floor.grids) for floor, _ in together.values()) > 1 and any(grid.slices for grid in every)
+    for place, (grid, queue) in enumerate(zip(every, build_queues(floors, every), strict=True)):
         floor, at = together[place]
-        alone = floors.bound_grid(panel)
-        assert floor.panels[at] is panel
+        alone = floors.bound_grid(grid)
+        assert floor.grids[at] is grid
         assert floors.bound_s(floor)[at] == pytest.approx(floors.bound_s(alone)[0], rel=1e-12)
         assert floors.guesses_s(floor)[at] == pytest.approx(floors.guesses_s(alone)[0], rel=1e-12)
         keys, least_s = [queue.key_s], queue.bound_s
         while queue.take_next() and not queue.is_empty:
             keys.append(queue.key_s)
             assert queue.bound_s >= least_s
-        assert keys == sorted(keys) and len(keys) == np.prod(panel.grid_shape)
+        assert keys == sorted(keys) and len(keys) == np.prod(grid.grid_shape)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from pipefit.plan.explain.step_parts import (
     COLLECTIVES,
     COMPUTE,
     GATHER,
-    PARTS,
     RECOMPUTATION,
     REDUCTION,
     STATE,
+    STEP_PARTS,
     TRANSFERS,
     UPDATE,
     step_parts,
@@ -67,7 +67,7 @@ def parts_on(cluster: Cluster, decisions: ParallelConfig) -> tuple[dict[str, flo
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parts_are_not_negative_and_add_up(name: str) -> None:
     parts, simulation = parts_on(plain_spec("8xA100-80"), LAYOUTS[name])
-    assert tuple(parts) == PARTS and min(parts.values()) >= 0.0
+    assert tuple(parts) == STEP_PARTS and min(parts.values()) >= 0.0
     assert sum(parts.values()) == pytest.approx(simulation.timeline.makespan_s, rel=1e-12)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipefit.errors import DoesNotFitError, PlanError
-from pipefit.plan.explain.step_parts import BUBBLE, COLLECTIVES, COMPUTE, PARTS
+from pipefit.plan.explain.step_parts import BUBBLE, COLLECTIVES, COMPUTE, STEP_PARTS
 from pipefit.plan.explain.text import format_table
 from pipefit.plan.explain.why_not import (
     LayoutComparison,
@@ -23,7 +23,7 @@ GIB = 2.0**30
 def figures_of(step_s: float, shards: str = "1", peak_bytes: float = GIB, **parts_s: float) -> LayoutFigures:
     """Return figures whose compute is the rest of the step."""
     known = {"bubble": BUBBLE, "collectives": COLLECTIVES}
-    parts = dict.fromkeys(PARTS, 0.0) | {known[name]: seconds for name, seconds in parts_s.items()}
+    parts = dict.fromkeys(STEP_PARTS, 0.0) | {known[name]: seconds for name, seconds in parts_s.items()}
     parts[COMPUTE] = step_s - sum(parts.values())
     decisions = {"replicas": "1", "stages": "1", "shards": shards, "microbatches": "1", "schedule": "1f1b"}
     return LayoutFigures(decisions=decisions, step_s=step_s, parts_s=parts, peak_bytes=peak_bytes, limit_bytes=2 * GIB)

@@ -17,7 +17,7 @@ from pipefit.plan.modules.loads import SampleDealer, fullest_loads
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import options_of, replica_counts
 from pipefit.plan.modules.orchestrate import ModuleArrangement, backbone_of, can_share, orchestrate_modules
-from pipefit.plan.modules.profile import COLUMNS, ModuleProfile, ModuleVariant, even_cuts
+from pipefit.plan.modules.profile import FIGURE_NAMES, ModuleProfile, ModuleVariant, even_cuts
 from pipefit.schedule.families import find_family
 from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs
 from pipefit.simulate import simulate_schedule
@@ -403,7 +403,7 @@ def test_stages_that_tell_are_the_slowest_and_the_fullest(seed: int) -> None:
     """Of equal layers before a larger one most stages are left out, and the largest in anything is still there."""
     random = np.random.default_rng(seed)
     way = random_profile("m", random, 24, heavy=False).ways[seed]
-    for name in COLUMNS[:-1]:
+    for name in FIGURE_NAMES[:-1]:
         layers = getattr(way, name)
         layers[:-1] = layers[1]
         layers[-1] *= 2.0
@@ -411,7 +411,7 @@ def test_stages_that_tell_are_the_slowest_and_the_fullest(seed: int) -> None:
     assert len(cuts.stages[0]) < cuts.counts.sum() / 2
     for bounds, first, size in zip(cuts.bounds, cuts.first.tolist(), cuts.sizes.tolist(), strict=True):
         runs = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-        for name, column in zip(COLUMNS[:-1], cuts.stages, strict=False):
+        for name, column in zip(FIGURE_NAMES[:-1], cuts.stages, strict=False):
             each = [getattr(way, name)[run] for run in runs]
             sums = [own.max() if name == "passing_bytes" else own.sum() for own in each]
             assert column[first : first + size].max() == pytest.approx(max(sums))

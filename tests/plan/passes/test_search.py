@@ -100,10 +100,10 @@ def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> N
 
 def even_bounds(searcher: LayoutSearch, space: Iterable[CandidateGrid]) -> Iterator[tuple[ParallelConfig, float]]:
     """Every candidate with the bound that it has before any cut."""
-    for panel in space:
-        bounds = broadcast_cells(searcher.floors.bound_s(searcher.floors.bound_grid(panel))[0], panel)
+    for grid in space:
+        bounds = broadcast_cells(searcher.floors.bound_s(searcher.floors.bound_grid(grid))[0], grid)
         for index, bound_s in enumerate(bounds.tolist()):
-            yield from ((decisions, bound_s) for decisions in panel.decisions_by_schedule(index))
+            yield from ((decisions, bound_s) for decisions in grid.decisions_by_schedule(index))
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

@@ -10,7 +10,7 @@ from tests.plan.placement.kernels.test_state import chain
 from tests.support.placement_toys import candidate, skewed_cluster
 
 from pipefit.plan.placement import lowered
-from pipefit.plan.placement.lowered import FIRST, HEATS, LoweredPlacement, place_lowered
+from pipefit.plan.placement.lowered import LOWERING_BUDGET, LoweredPlacement, place_lowered
 from pipefit.plan.placement.search import PlacementBudget, search_placement
 
 CLUSTER = skewed_cluster(24, seed=5)
@@ -40,10 +40,9 @@ def test_what_it_finds_takes_what_it_says_when_it_is_lowered() -> None:
         assert sorted(found.devices) == list(range(24)) and found.devices in lower.seen
         assert found.step_s == pytest.approx(Lowering()(found.devices).step_s, rel=1e-12)
         assert found.given_s == given.step_s
-        first = search_placement(
-            given.question, given.timeline, replace(budget, moves=int(FIRST * 20_000)), compiled=True
-        )
-        assert lower.seen[0] == first.devices and len(lower.seen) == 1 + len(HEATS)
+        first_budget = replace(budget, moves=int(LOWERING_BUDGET.first_part * 20_000))
+        first = search_placement(given.question, given.timeline, first_budget, compiled=True)
+        assert lower.seen[0] == first.devices and len(lower.seen) == 1 + len(LOWERING_BUDGET.later_heats)
         assert found.moves > first.moves and found.simulated > first.simulated
         gains.append(Lowering()(first.devices).step_s / found.step_s)
         assert found == place_lowered(given, Lowering(), budget, compiled=True), "seeded"
@@ -54,7 +53,7 @@ def test_it_lowers_nothing_anew_where_that_takes_too_long(monkeypatch: pytest.Mo
     given, lower = Lowering()(tuple(range(24))), Lowering()
     budget = PlacementBudget(moves=500)
     plain = search_placement(given.question, given.timeline, budget, compiled=False)
-    monkeypatch.setattr(lowered, "MOST_SLOTS", 23)
+    monkeypatch.setattr(lowered, "LOWERING_BUDGET", replace(LOWERING_BUDGET, max_slots=23))
     assert place_lowered(given, lower, budget, compiled=False) == plain
     monkeypatch.undo()
     ticking = iter(range(10**6))
@@ -65,4 +64,4 @@ def test_it_lowers_nothing_anew_where_that_takes_too_long(monkeypatch: pytest.Mo
     place_lowered(
         given, lower, PlacementBudget(moves=500, seconds=60.0), compiled=False, clock=lambda: float(next(ticking))
     )
-    assert len(lower.seen) == 1 + len(HEATS)
+    assert len(lower.seen) == 1 + len(LOWERING_BUDGET.later_heats)

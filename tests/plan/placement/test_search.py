@@ -116,7 +116,9 @@ def test_a_large_budget_is_spent_in_rounds(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_budget_of_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "CHUNK", (100, 100))
+    monkeypatch.setattr(
+        search, "ANNEALING_BUDGET", replace(search.ANNEALING_BUDGET, min_chunk_moves=100, max_chunk_moves=100)
+    )
     made = candidate(skewed_cluster(8), chain(4, 2))
     now = [0.0]
 

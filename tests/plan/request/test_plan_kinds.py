@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.plan_kinds import KINDS, kind_name, parallel_axes
+from pipefit.plan.request.plan_kinds import PLAN_KINDS, kind_name, parallel_axes
 
 TENSOR: dict[str, Any] = {"shards": (1, 1), "sharding": "megatron-sp"}
 EXPERT: dict[str, Any] = {"shards": (1, 1), "sharding": "expert"}
@@ -48,8 +48,8 @@ def test_a_plan_is_of_the_kind_that_people_would_name(name: str, fields: dict[st
 
 
 def test_every_kind_has_a_case_and_a_name_of_its_own() -> None:
-    assert {name for name, _ in CASES} == {kind.name for kind in KINDS}
-    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    assert {name for name, _ in CASES} == {kind.name for kind in PLAN_KINDS}
+    assert len({kind.name for kind in PLAN_KINDS}) == len(PLAN_KINDS)
 
 
 def test_axes_are_those_with_several_parts() -> None:

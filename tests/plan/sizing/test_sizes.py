@@ -17,7 +17,7 @@ from pipefit.plan.make import make_plan
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.sizing.request import (
-    ROUNDING,
+    MAX_TOKEN_CHANGE,
     ClusterSize,
     SizingRequest,
     check_prices,
@@ -46,7 +46,7 @@ def request_of(**changes: object) -> SizingRequest:
 )
 def test_rows_of_a_step_divide_over_many_devices(tokens: float, sequence: int, rows: int) -> None:
     assert step_rows(tokens, sequence) == rows
-    assert abs(rows * sequence - tokens) <= ROUNDING * tokens
+    assert abs(rows * sequence - tokens) <= MAX_TOKEN_CHANGE * tokens
 
 
 def test_a_step_holds_a_sequence() -> None:

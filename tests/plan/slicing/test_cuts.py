@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipefit.cost.types import Array, Ints
 from pipefit.errors import PlanError
 from pipefit.plan.slicing import count, cuts
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf
+from pipefit.plan.slicing.cuts import TimeOf
 
 
 def causal(ratio: float, length: int, overhead_s: float = 0.0) -> TimeOf:
     """One second for the linear work of the sequence, `ratio` for its causal attention, and an overhead."""
 
-    def time_of(tokens: Counts, past: Counts) -> Seconds:
+    def time_of(tokens: Ints, past: Ints) -> Array:
         return overhead_s + tokens / length + ratio * tokens * (2.0 * past + tokens) / length**2
 
     return time_of
@@ -31,7 +32,7 @@ def all_slicings(cells: int, slices: int) -> Iterator[tuple[int, ...]]:
         yield tuple(np.diff([0, *inner, cells]).tolist())
 
 
-def costs(slices: tuple[int, ...], time_of: TimeOf) -> Seconds:
+def costs(slices: tuple[int, ...], time_of: TimeOf) -> Array:
     return cuts.slice_times(slices, time_of)
 
 
@@ -86,7 +87,7 @@ def test_free_attention_gives_uniform_slices() -> None:
 def test_slices_are_no_worse_than_even_ones_where_short_ones_cost_as_much_as_long_ones(
     length: int, slices: int, flat: float, per_past: float
 ) -> None:
-    def time_of(tokens: Counts, past: Counts) -> Seconds:
+    def time_of(tokens: Ints, past: Ints) -> Array:
         return np.asarray(np.maximum(flat, tokens) + per_past * past)
 
     found = cuts.equal_cost(length, slices, time_of)
@@ -98,7 +99,7 @@ def test_slices_are_no_worse_than_even_ones_where_short_ones_cost_as_much_as_lon
 
 @pytest.mark.parametrize(("length", "slices"), [(64, 7), (2048, 43), (100, 3)])
 def test_slices_are_as_long_where_short_ones_cost_as_much_as_long_ones(length: int, slices: int) -> None:
-    def time_of(tokens: Counts, past: Counts) -> Seconds:
+    def time_of(tokens: Ints, past: Ints) -> Array:
         return np.asarray(np.maximum(tokens, length) + 0.0 * past)
 
     found = cuts.equal_cost(length, slices, time_of)

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipefit.cost.types import ActionTable, Array
+from pipefit.cost.types import ActionTable, Array, Ints
 from pipefit.plan.slicing.count import step_s
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, equal_cost, slice_times, uniform_slices
+from pipefit.plan.slicing.cuts import TimeOf, equal_cost, slice_times, uniform_slices
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.schedule.families import find_family
 from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs
@@ -23,7 +23,7 @@ LENGTH, CELLS = 6144, 96
 
 
 def model(ratio: float, overhead: float) -> TimeOf:
-    def time_of(tokens: Counts, past: Counts) -> Seconds:
+    def time_of(tokens: Ints, past: Ints) -> Array:
         return overhead + tokens / LENGTH + ratio * tokens * (2.0 * past + tokens) / LENGTH**2
 
     return time_of

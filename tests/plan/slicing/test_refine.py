@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from pipefit.cost.types import ActionTable, CostTable
-from pipefit.plan.slicing.cuts import Counts, Seconds, equal_cost, slice_times, uniform_slices
-from pipefit.plan.slicing.refine import Slices, Value, refine_slices, stretch_slices
+from pipefit.cost.types import ActionTable, Array, CostTable, Ints
+from pipefit.plan.slicing.cuts import equal_cost, slice_times, uniform_slices
+from pipefit.plan.slicing.refine import Slices, SlicingScore, refine_slices, stretch_slices
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.schedule.families import find_family
 from pipefit.schedule.problem import ScheduleProblem, linear_placement, uniform_costs
@@ -25,7 +25,7 @@ def every_slicing(length: int) -> list[Slices]:
     ]
 
 
-def block(tokens: Counts, past: Counts) -> Seconds:
+def block(tokens: Ints, past: Ints) -> Array:
     """Seconds of a slice of a sequence of 2,048: linear work 1, attention 1, and 2 % anew for every slice."""
     return 0.02 + tokens / 2048 + 2 * tokens * (past + tokens / 2) / 2048**2
 
@@ -38,14 +38,16 @@ def costs_of(slices: Slices, stages: int, head: float = 0.0) -> CostTable:
     share = np.asarray(slices)[None, None, :] / sum(slices)
     table = uniform_costs(linear_placement(stages))
 
-    def action(time_s: Seconds, held: Seconds) -> ActionTable:
+    def action(time_s: Array, held: Array) -> ActionTable:
         return ActionTable(time_s=time_s, held_bytes=held, peak_bytes=np.zeros((1, 1, 1)))
 
     table.actions["F"], table.actions["B"] = action(forward, share), action(2 * forward, -share)  # type: ignore[index]
     return table
 
 
-def simulated(slices: Slices, stages: int, sequences: int, limit: float = float("inf"), head: float = 0.0) -> Value:
+def simulated(
+    slices: Slices, stages: int, sequences: int, limit: float = float("inf"), head: float = 0.0
+) -> SlicingScore:
     """Of a step of slice-1F1B; `limit` is in sequences that a stage may hold."""
     problem = ScheduleProblem(placement=linear_placement(stages), microbatches=sequences, slices=len(slices))
     timeline = simulate_schedule(find_family("1f1b").build(problem), costs_of(slices, stages, head))
@@ -64,7 +66,7 @@ def test_near_the_best_of_all_slicings(seed: int) -> None:
         draw.choice([0.0, 0.1, 0.5]),
     )
 
-    def value_of(slices: Slices) -> Value:
+    def value_of(slices: Slices) -> SlicingScore:
         times = [overhead + n * (1 + ratio * (past + n / 2)) for n, past in zip(slices, _past(slices), strict=True)]
         return 0.0, sum(times) + (stages - 1) * max(times)
 
@@ -103,7 +105,7 @@ def test_a_slicing_that_fits_is_found_from_one_that_does_not() -> None:
 def test_never_more_evaluations_than_allowed_and_the_same_every_time() -> None:
     calls: list[Slices] = []
 
-    def value_of(slices: Slices) -> Value:
+    def value_of(slices: Slices) -> SlicingScore:
         calls.append(slices)
         return simulated(slices, 4, 2)
 

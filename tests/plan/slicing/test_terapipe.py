@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.slicing.batch import best_batch
 from pipefit.plan.slicing.bounds import BoundedSlicing, best_bound
 from pipefit.plan.slicing.count import promising_counts, slice_count_ladder
 from pipefit.plan.slicing.count import step_s as count_step_s
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, equal_cost, slice_times, vectorize_times
+from pipefit.plan.slicing.cuts import TimeOf, equal_cost, slice_times, vectorize_times
 from pipefit.plan.slicing.terapipe import SlicePaths, best_slicing, slice_table
 
 
@@ -154,7 +155,7 @@ def test_the_table_is_that_of_the_cost_function() -> None:
 def _gpu(length: int) -> TimeOf:
     """A layer that takes as long for 1 token as for 256, with attention."""
 
-    def time_of(tokens: Counts, past: Counts) -> Seconds:
+    def time_of(tokens: Ints, past: Ints) -> Array:
         linear = np.maximum(256, tokens.astype(np.float64))
         return 1e-3 * (linear / 256 + 0.3 * tokens * (past + tokens / 2) / (256.0 * length))
 

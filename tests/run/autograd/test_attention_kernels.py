@@ -7,7 +7,7 @@ import torch
 
 from pipefit.run.autograd import attention_kernels as kernels
 from pipefit.run.autograd.attention_kernels import (
-    PLAIN,
+    PLAIN_KERNEL,
     AttentionCall,
     AttentionKernel,
     attend_backward,
@@ -97,7 +97,7 @@ def test_two_runs_of_keys_make_the_attention_to_both(monkeypatch, kind, groups, 
 def test_this_torch_has_a_kernel_for_every_type():
     for dtype in DTYPES:
         for masked in (False, True):
-            assert choose_kernel(CPU, getattr(torch, dtype), masked, False, True, 8) is not PLAIN
+            assert choose_kernel(CPU, getattr(torch, dtype), masked, False, True, 8) is not PLAIN_KERNEL
 
 
 def missing(call, q, k, v, mask):
@@ -115,7 +115,7 @@ def test_a_kernel_that_is_missing_or_differs_is_not_used(monkeypatch, forward):
     monkeypatch.setattr(kernels, "KERNELS", (AttentionKernel(forward, cpu.backward, cpu.takes), *kernels.KERNELS[1:]))
     if forward is wrong:
         monkeypatch.setitem(wrong.__globals__, "kernels", type("Old", (), {"KERNELS": (cpu,)}))
-    assert choose_kernel(CPU, torch.float64, False, True, False, 8) is PLAIN
+    assert choose_kernel(CPU, torch.float64, False, True, False, 8) is PLAIN_KERNEL
 
 
 def test_heads_are_repeated_where_the_kernel_wants_that(monkeypatch):

@@ -13,7 +13,7 @@ from tests.support.stage_toys import assert_close, cut_feed, fill, plain_gradien
 
 from pipefit.run.autograd.attention_mask import AttentionMask
 from pipefit.run.ops import attention
-from pipefit.run.stage.program import StageProgram
+from pipefit.run.stage.program import StageProgram, StageSetup
 
 TOKENS = 12
 STARTS = [[0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 8, 11], [0, 1, 2, 2, 2, 5, 5, 7, 7, 7, 7, 7]]
@@ -26,7 +26,9 @@ def feed_of(starts):
 
 
 def check(lengths, starts, window=None, recompute="none"):
-    program = StageProgram(toy_layers(window=window), recompute=recompute, dtype=torch.float64, slices=len(lengths))
+    program = StageProgram(
+        toy_layers(window=window), StageSetup(recompute=recompute, dtype=torch.float64, slices=len(lengths))
+    )
     buffers = fill(program)
     feed = feed_of(starts)
     wanted_loss, wanted = plain_gradients(program, [feed], 23, window=window)
@@ -78,7 +80,7 @@ def calls_of(monkeypatch, starts, lengths, window=None):
             return found
 
         monkeypatch.setattr(AttentionMask, name, told)
-    program = StageProgram(toy_layers(1, window=window), dtype=torch.float64, slices=len(lengths))
+    program = StageProgram(toy_layers(1, window=window), StageSetup(dtype=torch.float64, slices=len(lengths)))
     fill(program)
     program.begin_step(0, 1)
     feed, result = feed_of(starts), []

@@ -10,7 +10,7 @@ import torch
 from tests.support.stage_toys import cut_feed, fill, toy_feed, toy_layers
 
 from pipefit.run.autograd.random import feature_bits, keep_mask, mix_key, token_bits
-from pipefit.run.stage.program import StageProgram
+from pipefit.run.stage.program import StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 P, STEP = 0.3, 5
@@ -88,7 +88,8 @@ def stages(*cuts, recompute="none", slices=1, seed=3):
     edges = [0, *cuts, len(layers)]
     return [
         StageProgram(
-            layers[a:b], recompute=recompute, dtype=torch.float64, seed=seed, first_layer_index=a, slices=slices
+            layers[a:b],
+            StageSetup(recompute=recompute, dtype=torch.float64, seed=seed, first_layer_index=a, slices=slices),
         )
         for a, b in itertools.pairwise(edges)
     ]

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Operator, ParameterSpec, TensorSpec
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 
@@ -42,7 +42,7 @@ def wave_layer() -> StageLayer:
 @pytest.mark.parametrize("mode", ["B", "IW"])
 def test_a_users_module_runs_with_our_parameters(mode):
     module = Wave()
-    program = StageProgram([wave_layer()], dtype=torch.float64, modules={"wave": module})
+    program = StageProgram([wave_layer()], StageSetup(dtype=torch.float64, modules={"wave": module}))
     buffers = {name: torch.zeros_like(p.data) for name, p in program.parameters.items()}
     program.bind_gradients(buffers)
     program.parameters["w.mix.weight"].data.copy_(module.mix.weight.data)
@@ -64,4 +64,4 @@ def test_a_users_module_runs_with_our_parameters(mode):
 
 def test_a_missing_module_is_named():
     with pytest.raises(ModelError, match=r"needs your module 'wave'(.|\n)*modules=\{name: module\}"):
-        StageProgram([wave_layer()], dtype=torch.float64)
+        StageProgram([wave_layer()], StageSetup(dtype=torch.float64))

@@ -110,9 +110,10 @@ def test_a_plan_for_two_devices_needs_two_processes(tmp_path, monkeypatch):
         (("--steps", "2", "--held-out", "nan"), ("--held-out", "seen: nan", "a fraction from 0 up to 1")),
         (("--steps", "2", "--held-out", "inf"), ("--held-out", "seen: inf", "a fraction from 0 up to 1")),
         (("--steps", "2", "--held-out", "-1"), ("--held-out", "seen: -1", "a whole number of rows")),
-        (("--steps", "2", "--timeout", "inf"), ("--timeout", "seen: inf", "above 0, in seconds")),
+        (("--steps", "2", "--timeout", "inf"), ("--heartbeat-timeout", "seen: inf", "above 0, in seconds")),
         (("--steps", "2", "--keep", "0"), ("--keep-checkpoints", "1 or more")),
         (("--steps", "2", "--device", "tpu"), ("--device", "auto, cpu or cuda")),
+        (("--steps", "2", "--nonfinite", "ignore"), ("--nonfinite", "stop or skip")),
         (("--steps", "2", "--resume", "a", "--weights", "b"), ("--resume and --weights", "not from both")),
     ],
 )

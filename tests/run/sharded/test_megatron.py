@@ -19,7 +19,7 @@ from pipefit.model.capture.layers import capture_family
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import describe_config
 from pipefit.run.sharded.collectives import ShardContext
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.shard.megatron import shard_program
 from pipefit.shard.vocabulary import LayerUse, vocabulary_graphs
 
@@ -46,7 +46,9 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
     ]
     shard = ShardContext(group=group, shares=shares, position=rank)
     slices = len(lengths) if lengths else 1
-    program = StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard, slices=slices, backend=backend)
+    program = StageProgram(
+        local, StageSetup(recompute=recompute, dtype=torch.float64, shard=shard, slices=slices, backend=backend)
+    )
     places = {}
     for layer, sharded in zip(layers, programs, strict=True):
         for name, form in sharded.parameter_forms.items():
@@ -96,7 +98,7 @@ def check_cases(group, rank, cases):
     """Every case on this rank; returns how many were checked."""
     for shares, sequence_parallel, recompute, mode, options in cases:
         layers = toy_layers(**options)
-        single = StageProgram(layers, dtype=torch.float64)
+        single = StageProgram(layers, StageSetup(dtype=torch.float64))
         fill(single)
         feeds = [toy_feed(seed=1), toy_feed(rows=1, tokens=7, seed=2)]
         wanted_loss, wanted = plain_gradients(single, feeds, 31, tied=options.get("tied", False))
@@ -125,7 +127,7 @@ def test_three_devices_uneven():
 def check_slices(group, rank, shares):
     """Slices on a shard axis, one of them shorter than the axis."""
     layers = toy_layers(window=5)
-    single = StageProgram(layers, dtype=torch.float64)
+    single = StageProgram(layers, StageSetup(dtype=torch.float64))
     fill(single)
     feeds = [toy_feed(2, 10, seed=3)]
     _, wanted = plain_gradients(single, feeds, 13, window=5)
@@ -145,7 +147,7 @@ def test_slices_on_uneven_shards():
 def check_compiled(group, rank, shares):
     """Pointwise regions are compiled, gathers between them are not."""
     layers, feeds = toy_layers(), [toy_feed(seed=1)]
-    single = StageProgram(layers, dtype=torch.float64)
+    single = StageProgram(layers, StageSetup(dtype=torch.float64))
     fill(single)
     _, wanted = plain_gradients(single, feeds, 13)
     whole = {name: p.data for name, p in single.parameters.items()}
@@ -160,7 +162,7 @@ def test_compiled_regions_beside_gathers():
 def check_dropout(group, rank, shares):
     """Heads and tokens split or not, a dropped element is the same element."""
     layers = toy_layers(dropout=0.4)
-    single = StageProgram(layers, dtype=torch.float64)
+    single = StageProgram(layers, StageSetup(dtype=torch.float64))
     wanted = fill(single)
     feeds = [toy_feed(2, 10, seed=3)]
     single.begin_step(0, 13)
@@ -181,7 +183,7 @@ def check_families(group, rank, captured):
     for name, model in captured.items():
         layers = [StageLayer(layer.name, model.layer_graph(layer), layer.parameters) for layer in model.layers]
         feeds = [toy_feed(2, 9, seed=4)]
-        single = StageProgram(layers, dtype=torch.float64)
+        single = StageProgram(layers, StageSetup(dtype=torch.float64))
         wanted = fill(single)
         single.begin_step(0, 13)
         wanted_loss = single.forward(0, 0, {}, feeds[0])["loss"]

@@ -28,7 +28,7 @@ from tests.support.stage_toys import (
 )
 
 from pipefit.cost.comm.lowerings import LOWERINGS, LoweredCollective, PortLoads
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.recipe import parse_recipe, write_program
 
@@ -48,7 +48,7 @@ class RandomPrices(ChainSearch):
             if one is None:
                 return None
             ahead, back = ((draw.choice(each),) if each else () for each in (one.ahead, one.back))
-            return replace(one, line=(draw.random() * self.toll, 0.0), ahead=ahead, back=back)
+            return replace(one, line=(draw.random() * self.conversion_s, 0.0), ahead=ahead, back=back)
 
         steps = tuple(
             replace(
@@ -58,18 +58,20 @@ class RandomPrices(ChainSearch):
                         way,
                         passes=(),
                         once_s=draw.random() * (0.1 if 1 in way.needs else 1.0) + (way.cut < 0 and 1 not in way.needs),
-                        toll=drawn(way.toll),
+                        reduction=drawn(way.reduction),
                     )
                     for way in step.ways
                 ),
             )
             for step in layer.template.steps
         )
-        tolls = tuple({move: drawn(toll) for move, toll in each.items()} for each in layer.template.tolls)
-        return replace(layer, template=replace(layer.template, steps=steps, tolls=tolls))
+        conversions = tuple(
+            {move: drawn(conversion) for move, conversion in each.items()} for each in layer.template.conversion_costs
+        )
+        return replace(layer, template=replace(layer.template, steps=steps, conversion_costs=conversions))
 
 
-def random_recipes(layers, shares, seed, rows, tokens, toll):
+def random_recipes(layers, shares, seed, rows, tokens, conversion_s):
     """The text of a recipe for every layer."""
     kind = random_setting(0).kinds[0]
     free = tuple(LoweredCollective(name, 0.0, 0.0, PortLoads()) for name in LOWERINGS)
@@ -78,7 +80,7 @@ def random_recipes(layers, shares, seed, rows, tokens, toll):
     )
     model = model_of(layers)
     search = RandomPrices(model, setting)
-    search.seed, search.toll = seed, toll
+    search.seed, search.conversion_s = seed, conversion_s
     return [link.layer_recipe.recipe_text for link in search.search_programs(model.layers, shares)]
 
 
@@ -105,7 +107,7 @@ def check_recipes(group, rank, cases):
     """Every case on this rank."""
     for shares, recompute, mode, options, recipes in cases:
         layers = layers_of(options)
-        single = StageProgram(layers, dtype=torch.float64)
+        single = StageProgram(layers, StageSetup(dtype=torch.float64))
         wanted = fill(single)
         feeds = [toy_feed(6, 10, seed=1), toy_feed(6, 7, seed=2)]
         whole = {name: p.data for name, p in single.parameters.items()}
@@ -218,7 +220,7 @@ def check_split_queries(group, rank, cases):
     """Loss and gradients of the toy model with queries split, uncut or in slices, against one device."""
     for shares, recompute, mode, window, lengths in cases:
         layers = toy_layers(1, window=window)
-        single = StageProgram(layers, dtype=torch.float64)
+        single = StageProgram(layers, StageSetup(dtype=torch.float64))
         fill(single)
         feeds = [toy_feed(2, 13, seed=1), toy_feed(1, 13, seed=2)]
         wanted_loss, wanted = plain_gradients(single, feeds, 31, blocks=1, window=window)
@@ -259,7 +261,7 @@ BY_FEATURES = ("I>G2 features", "G2>G2 features d2 d2 d2 features d2", "G2>G2 fe
 def check_norms(group, rank, cases):
     """Loss and gradients with everything split by features or words, norms and softmax too, against one device."""
     layers = layers_with_norms()
-    single = StageProgram(layers, dtype=torch.float64)
+    single = StageProgram(layers, StageSetup(dtype=torch.float64))
     for shares, recompute, mode in cases:
         wanted = fill(single)
         single.begin_step(0, 31)

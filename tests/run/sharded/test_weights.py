@@ -11,7 +11,7 @@ from tests.support.processes import run_processes
 from tests.support.random_clusters import model_of
 from tests.support.stage_toys import HIDDEN, WIDTH, GraphBuilder, assert_close, fill, toy_feed, toy_layers
 
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.shard.chain import ChainSearch
 from pipefit.shard.recipe import parse_recipe, write_program
 
@@ -48,7 +48,7 @@ MIXED = (
 def check(group, rank, cases):
     """Every case on this rank."""
     chain = layers()
-    single = StageProgram(chain, dtype=torch.float64)
+    single = StageProgram(chain, StageSetup(dtype=torch.float64))
     for shares, recompute, mode, recipes in cases:
         wanted = fill(single)
         single.begin_step(0, 31)
@@ -86,10 +86,10 @@ def test_every_gather_is_paid_once():
     matrix = [word for word in words if word.startswith("w.weight:")]
     assert matrix == ["w.weight:G0>I"] * 3 or matrix == ["w.weight:G1>I"] * 3
     moves = [(v, s, t) for each in link.choice.before for v, s, t in each if link.layer.values[v] == "w.weight"]
-    tolls = [link.layer.template.tolls[v][s, t] for v, s, t in moves]
+    conversions = [link.layer.template.conversion_costs[v][s, t] for v, s, t in moves]
     size = WIDTH * WIDTH * 4.0
     once = 2 * where.collective("all_gather", size) + where.collective("reduce_scatter", size)
-    assert [sum(toll.line) for toll in tolls] == pytest.approx([once] * 3)
+    assert [sum(conversion.line) for conversion in conversions] == pytest.approx([once] * 3)
     program = write_program(model.layer_graph(model.layers[1]), (1, 1), link.layer_recipe)
     kinds = [each.inputs[0] for each in program.graphs[0].operators if each.kind == "unshard"]
     assert kinds.count("w.weight") == 3 and kinds.count("scale") <= 1

@@ -14,7 +14,7 @@ from pipefit.cost.compute.roofline import RooflineCosts
 from pipefit.cost.memory.stage import stage_memory
 from pipefit.model.analysis.saved import saved_bytes
 from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 
 ROWS, TOKENS = 2, 16
 SYMBOLS = {"B": ROWS, "T": TOKENS}
@@ -23,7 +23,7 @@ SYMBOLS = {"B": ROWS, "T": TOKENS}
 def middle_stage(recompute, dtype, count=2, **options):
     graph = block_graph(**options)
     layers = [StageLayer(f"l{i}", graph, {p.name: f"l{i}.{p.name}" for p in graph.parameters}) for i in range(count)]
-    program = StageProgram(layers, recompute=recompute, dtype=dtype)
+    program = StageProgram(layers, StageSetup(recompute=recompute, dtype=dtype))
     fill(program)
     program.begin_step(0, 1)
     return program, graph

@@ -13,7 +13,7 @@ from tests.support.variants import VARIANTS
 
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.registry import build_layers, describe_config
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 EXACT = 1e-12
@@ -93,10 +93,12 @@ def run(program, values, feed, mode):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_every_family_equals_its_modules(case, recompute):
     layers, values, feed, wanted_loss, wanted = case
-    loss, fused = run(StageProgram(layers, recompute=recompute, dtype=torch.float64), values, feed, "B")
+    loss, fused = run(StageProgram(layers, StageSetup(recompute=recompute, dtype=torch.float64)), values, feed, "B")
     assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss)
     assert_close(fused, wanted, EXACT)
-    split_loss, split = run(StageProgram(layers, recompute=recompute, dtype=torch.float64), values, feed, "IW")
+    split_loss, split = run(
+        StageProgram(layers, StageSetup(recompute=recompute, dtype=torch.float64)), values, feed, "IW"
+    )
     assert torch.equal(loss, split_loss)
     for name in fused:
         assert torch.equal(fused[name], split[name]), name

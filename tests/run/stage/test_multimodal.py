@@ -18,7 +18,7 @@ from tests.support.processes import run_processes
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
 from pipefit.run.sharded.collectives import ShardContext
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 from pipefit.shard.megatron import shard_program
 
@@ -104,7 +104,9 @@ def check(group, rank, config, model, cases):
             local = [StageLayer(o.name, graph, o.parameters) for o, graph in zip(module.layers, graphs, strict=True)]
             last = graphs[-1]
             side = last.loss_output if last.loss_output and last.hidden_output else ""
-            program = StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard, side_loss=side)
+            program = StageProgram(
+                local, StageSetup(recompute=recompute, dtype=torch.float64, shard=shard, side_loss=side)
+            )
             for name, parameter in program.parameters.items():
                 value = values[name]
                 parameter.data.copy_(value if shard is None else part(value, *places[name], rank))
@@ -143,7 +145,7 @@ def encoder_step(config, model, recompute, input_gradient):
     values = {layer.parameter_names[n]: p.detach() for layer in layers for n, p in layer.named_parameters()}
     (module,) = (one for one in model.modules if one.name == "vision")
     local = [StageLayer(one.name, model.layer_graph(one), one.parameters) for one in module.layers]
-    program = StageProgram(local, recompute=recompute, dtype=torch.float64, input_gradient=input_gradient)
+    program = StageProgram(local, StageSetup(recompute=recompute, dtype=torch.float64, input_gradient=input_gradient))
     for name, parameter in program.parameters.items():
         parameter.data.copy_(values[name])
     gradients = {name: torch.zeros_like(p.data) for name, p in program.parameters.items() if p.requires_grad}

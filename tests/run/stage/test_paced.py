@@ -14,7 +14,7 @@ from tests.support.stage_toys import fill, toy_feed, toy_layers
 from pipefit.lab import pace
 from pipefit.lab.tables import DeviceTable
 from pipefit.run.sharded.collectives import ShardContext
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage.sharded_layers import ShardedLayers
 from pipefit.shard.megatron import shard_program
 
@@ -39,7 +39,7 @@ def _arrivals(group, rank, sequence_parallel, recompute):
         for layer, program in zip(layers, programs, strict=True)
     ]
     shard = ShardContext(group=group, shares=(1, 1), position=rank)
-    stage = pace.pace_program(StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard))
+    stage = pace.pace_program(StageProgram(local, StageSetup(recompute=recompute, dtype=torch.float64, shard=shard)))
     fill(stage)
     stage.bind_gradients({name: torch.zeros_like(p.data) for name, p in stage.parameters.items()})
     for step, parted in itertools.product(range(2), (False, True)):
@@ -84,7 +84,7 @@ def test_sharded_layers_reach_the_stage_and_end_at_the_pace_of_the_device(tmp_pa
     monkeypatch.setenv("PIPEFIT_LAB", str(lab_path(tmp_path, toy_lab(devices={"slow": slow}))))
     monkeypatch.setenv("PIPEFIT_DEVICE_KIND", "slow")
     layers = toy_layers()
-    stage, sharded = pace.pace_program(StageProgram(layers, dtype=torch.float64)), CountedLayers()
+    stage, sharded = pace.pace_program(StageProgram(layers, StageSetup(dtype=torch.float64))), CountedLayers()
     assert isinstance(stage, pace.PacedStage)
     fill(stage)
     stage.bind_sharded_layers(sharded)

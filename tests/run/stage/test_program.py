@@ -19,7 +19,7 @@ from tests.support.stage_toys import (
 from pipefit.errors import ModelError
 from pipefit.run.ops.embedding import accumulate_rows
 from pipefit.run.stage.parameters import bind_buffer
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 
 EXACT = 1e-12
 
@@ -43,7 +43,7 @@ def run_step(program: StageProgram, feeds, mode: str, divisor: int):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("mode", ["B", "IW"])
 def test_loss_and_gradients_equal_plain_pytorch(mode, recompute, tied):
-    program = StageProgram(toy_layers(tied=tied), recompute=recompute, dtype=torch.float64)
+    program = StageProgram(toy_layers(tied=tied), StageSetup(recompute=recompute, dtype=torch.float64))
     buffers = fill(program)
     feeds = [toy_feed(seed=i) for i in range(3)]
     wanted_loss, wanted = plain_gradients(program, feeds, divisor=57, tied=tied)
@@ -54,7 +54,7 @@ def test_loss_and_gradients_equal_plain_pytorch(mode, recompute, tied):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_split_backward_gives_the_very_same_numbers(recompute):
-    program = StageProgram(toy_layers(), recompute=recompute, dtype=torch.float64)
+    program = StageProgram(toy_layers(), StageSetup(recompute=recompute, dtype=torch.float64))
     buffers = fill(program)
     run_step(program, [toy_feed()], "B", 19)
     fused = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -68,8 +68,8 @@ def test_split_backward_gives_the_very_same_numbers(recompute):
 def two_stages(recompute="none", **options):
     """The toy model cut in two: the embedding and one block, then the rest."""
     layers = toy_layers(**options)
-    first = StageProgram(layers[:2], recompute=recompute, dtype=torch.float64)
-    second = StageProgram(layers[2:], recompute=recompute, dtype=torch.float64, first_layer_index=2)
+    first = StageProgram(layers[:2], StageSetup(recompute=recompute, dtype=torch.float64))
+    second = StageProgram(layers[2:], StageSetup(recompute=recompute, dtype=torch.float64, first_layer_index=2))
     return first, second
 
 
@@ -78,7 +78,7 @@ def test_two_stages_hand_over_hidden_states_and_gradients(mode):
     first, second = two_stages()
     buffers = {**fill(first), **fill(second)}
     feed = toy_feed()
-    both = StageProgram(toy_layers(), dtype=torch.float64)
+    both = StageProgram(toy_layers(), StageSetup(dtype=torch.float64))
     fill(both)
     wanted_loss, wanted = plain_gradients(both, [feed], 7)
     for program in (first, second):
@@ -99,7 +99,7 @@ def test_two_stages_hand_over_hidden_states_and_gradients(mode):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("mode", ["B", "IW"])
 def test_layers_announce_complete_gradients_last_layer_first(mode, recompute):
-    program = StageProgram(toy_layers(3), recompute=recompute, dtype=torch.float64)
+    program = StageProgram(toy_layers(3), StageSetup(recompute=recompute, dtype=torch.float64))
     buffers = fill(program)
     _, wanted = plain_gradients(program, [toy_feed()], 5, blocks=3)
     seen = []
@@ -116,7 +116,7 @@ def test_layers_announce_complete_gradients_last_layer_first(mode, recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_frozen_linear_layers_pass_gradients_and_get_none(recompute):
-    program = StageProgram(toy_layers(trainable=False), recompute=recompute, dtype=torch.float64)
+    program = StageProgram(toy_layers(trainable=False), StageSetup(recompute=recompute, dtype=torch.float64))
     buffers = fill(program)
     _, wanted = plain_gradients(program, [toy_feed()], 5)
     run_step(program, [toy_feed()], "IW", 5)
@@ -128,10 +128,10 @@ def test_frozen_linear_layers_pass_gradients_and_get_none(recompute):
 
 
 def test_bfloat16_accumulates_in_float32():
-    program = StageProgram(toy_layers(), dtype=torch.bfloat16)
+    program = StageProgram(toy_layers(), StageSetup(dtype=torch.bfloat16))
     buffers = fill(program)
     feeds = [toy_feed(seed=i) for i in range(16)]
-    exact = StageProgram(toy_layers(), dtype=torch.float64)
+    exact = StageProgram(toy_layers(), StageSetup(dtype=torch.float64))
     fill(exact)
     for name, parameter in program.parameters.items():
         exact.parameters[name].data.copy_(parameter.data)
@@ -159,7 +159,7 @@ def test_rows_of_a_frequent_token_are_summed_before_they_are_rounded(monkeypatch
 
 def test_many_small_gradients_are_not_rounded_away():
     """300 equal gradients add up to 300 times the first; a bfloat16 buffer would stop growing at 256."""
-    program = StageProgram(toy_layers(1), dtype=torch.bfloat16)
+    program = StageProgram(toy_layers(1), StageSetup(dtype=torch.bfloat16))
     buffers = fill(program)
     run_step(program, [toy_feed()], "B", 1)
     first = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -188,9 +188,9 @@ def test_nothing_of_a_microbatch_survives_its_backward():
 
 
 def test_evaluation_keeps_nothing_and_drops_nothing():
-    program = StageProgram(toy_layers(dropout=0.5), dtype=torch.float64)
+    program = StageProgram(toy_layers(dropout=0.5), StageSetup(dtype=torch.float64))
     fill(program)
-    plain = StageProgram(toy_layers(), dtype=torch.float64)
+    plain = StageProgram(toy_layers(), StageSetup(dtype=torch.float64))
     fill(plain)
     feed = toy_feed()
     assert torch.equal(program.evaluate_slice(0, 0, {}, feed)["loss"], plain.evaluate_slice(0, 0, {}, feed)["loss"])
@@ -198,7 +198,7 @@ def test_evaluation_keeps_nothing_and_drops_nothing():
 
 
 def test_a_step_with_a_microbatch_left_over_is_a_bug():
-    program = StageProgram(toy_layers(), dtype=torch.float64)
+    program = StageProgram(toy_layers(), StageSetup(dtype=torch.float64))
     fill(program)
     program.begin_step(0, 1)
     program.forward(0, 0, {}, toy_feed())
@@ -218,7 +218,7 @@ def test_an_unknown_operator_kind_is_named():
 def test_compiled_regions_compute_the_same(recompute):
     layers = toy_layers(3, dropout=0.2)
     programs = [
-        StageProgram(layers, recompute=recompute, dtype=torch.float64, backend=backend)
+        StageProgram(layers, StageSetup(recompute=recompute, dtype=torch.float64, backend=backend))
         for backend in (None, "aot_eager")
     ]
     results = []

@@ -9,7 +9,7 @@ import torch
 from tests.support.stage_toys import WIDTH, GraphBuilder, assert_close, fill
 
 from pipefit.model.graph import TensorSpec
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 X = TensorSpec(name="x", shape=("B", "T", WIDTH))
@@ -58,7 +58,8 @@ def plain(p, x):
 def test_a_skip_connection_over_any_cut(cuts, recompute):
     edges = [0, *cuts, 3]
     programs = [
-        StageProgram(layers()[a:b], recompute=recompute, dtype=torch.float64) for a, b in itertools.pairwise(edges)
+        StageProgram(layers()[a:b], StageSetup(recompute=recompute, dtype=torch.float64))
+        for a, b in itertools.pairwise(edges)
     ]
     buffers = {}
     for program in programs:

@@ -18,7 +18,7 @@ from pipefit.cost.memory.stage import stage_memory
 from pipefit.model.analysis.saved import kv_gradient_bytes, saved_bytes
 from pipefit.run.autograd.attention_runs import KeyValueCache
 from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 
 ROWS, LENGTHS, LAYERS = 2, (5, 4, 3), 2
 PLACES = list(zip(itertools.accumulate((0, *LENGTHS)), LENGTHS, strict=False))
@@ -33,7 +33,7 @@ def graph_of(name):
 
 def stage_of(graph, recompute, dtype):
     layers = [StageLayer(f"l{i}", graph, {p.name: f"l{i}.{p.name}" for p in graph.parameters}) for i in range(LAYERS)]
-    program = StageProgram(layers, recompute=recompute, dtype=dtype, slices=len(LENGTHS))
+    program = StageProgram(layers, StageSetup(recompute=recompute, dtype=dtype, slices=len(LENGTHS)))
     fill(program)
     program.begin_step(0, 1)
     return program
@@ -118,7 +118,7 @@ def test_no_prefix_is_joined():
     rows, tokens, slices = 1, 16, 32
     graph = block_graph()
     layer = StageLayer("l0", graph, {p.name: f"l0.{p.name}" for p in graph.parameters})
-    program = StageProgram([layer], dtype=torch.float32, slices=slices)
+    program = StageProgram([layer], StageSetup(dtype=torch.float32, slices=slices))
     fill(program)
     program.begin_step(0, 1)
     feed = toy_feed(rows, tokens * slices)
@@ -139,7 +139,7 @@ def test_the_worst_moment_of_every_slice(recompute, dtype):
     wanted, rows, lengths = getattr(torch, dtype), 2, (24, 20, 20)
     graph = block_graph()
     layers = [StageLayer(f"l{i}", graph, {p.name: f"l{i}.{p.name}" for p in graph.parameters}) for i in range(LAYERS)]
-    program = StageProgram(layers, recompute=recompute, dtype=wanted, slices=len(lengths))
+    program = StageProgram(layers, StageSetup(recompute=recompute, dtype=wanted, slices=len(lengths)))
     fill(program)
     program.bind_gradients({name: torch.zeros_like(p) for name, p in program.parameters.items()})
     program.begin_step(0, 1)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.stage_toys import assert_close, cut_feed, fill, plain_gradients, toy_feed, toy_layers
 
-from pipefit.run.stage.program import StageProgram
+from pipefit.run.stage.program import StageProgram, StageSetup
 
 EXACT = 1e-10
 TOKENS = 12
@@ -38,7 +38,7 @@ def sliced_step(program, feeds, lengths, mode, divisor):
 
 def check(lengths, mode, recompute, window=None):
     program = StageProgram(
-        toy_layers(window=window), recompute=recompute, dtype=torch.float64, slices=max(len(lengths), 2)
+        toy_layers(window=window), StageSetup(recompute=recompute, dtype=torch.float64, slices=max(len(lengths), 2))
     )
     buffers = fill(program)
     feeds = [toy_feed(2, TOKENS, seed=i) for i in range(2)]
@@ -69,7 +69,7 @@ def test_random_slicings(cuts, window):
 
 
 def test_the_window_of_an_uncut_sequence():
-    program = StageProgram(toy_layers(window=4), dtype=torch.float64)
+    program = StageProgram(toy_layers(window=4), StageSetup(dtype=torch.float64))
     buffers = fill(program)
     feed = toy_feed(2, TOKENS)
     _, wanted = plain_gradients(program, [feed], 9, window=4)
@@ -82,9 +82,9 @@ def test_the_window_of_an_uncut_sequence():
 @pytest.mark.parametrize("kind", ["evaluation", "frozen"])
 def test_forwards_alone_come_in_slices_and_leave_nothing(kind):
     feed, edges = toy_feed(2, TOKENS), list(itertools.pairwise((0, 5, 9, TOKENS)))
-    cut = StageProgram(toy_layers(), dtype=torch.float64, slices=3, backward=kind == "evaluation")
+    cut = StageProgram(toy_layers(), StageSetup(dtype=torch.float64, slices=3, backward=kind == "evaluation"))
     fill(cut)
-    whole = StageProgram(toy_layers(), dtype=torch.float64)
+    whole = StageProgram(toy_layers(), StageSetup(dtype=torch.float64))
     fill(whole)
     call = cut.evaluate_slice if kind == "evaluation" else cut.forward
     for microbatch in (0, 1, 0):

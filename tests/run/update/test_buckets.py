@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipefit.errors import PlanError, RunError
 from pipefit.layout import Mesh, MeshAxis, held_box, parse_form
 from pipefit.optimizers import FlatPiece, OptimizerState, find_optimizer
-from pipefit.run.session.metrics import PeakFlops, RunLog, find_peak, format_step, step_metrics
+from pipefit.run.session.metrics import MeasuredStep, PeakFlops, RunLog, StepWork, find_peak, format_step, step_metrics
 from pipefit.run.stage.initial_values import initial_value
 from pipefit.run.transfers.pieces import incoming_pieces, outgoing_pieces
 from pipefit.run.update.buckets import BucketEntry, make_buckets
@@ -267,10 +267,9 @@ def test_first_values_differ_by_name_and_seed_and_have_their_deviation():
 
 
 def test_metrics_say_what_torchtitan_says(tmp_path):
-    metrics = step_metrics(
-        step=3, loss=2.5, grad_norm=1.25, lr=1e-3, step_s=0.5, tokens=4000, flops=2e12, devices=2,
-        peak=PeakFlops(flops_per_s=8e12, source="a test"), memory=(1 << 30, 1 << 32),
-    )  # fmt: skip
+    measured = MeasuredStep(step=3, loss=2.5, grad_norm=1.25, lr=1e-3, step_s=0.5, memory=(1 << 30, 1 << 32))
+    work = StepWork(tokens=4000, flops=2e12, devices=2, peak=PeakFlops(flops_per_s=8e12, source="a test"))
+    metrics = step_metrics(measured, work)
     assert (metrics.tps, metrics.tflops, metrics.mfu) == (4000.0, 2.0, 0.25)
     line = format_step(metrics)
     for word in (

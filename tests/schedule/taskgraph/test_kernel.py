@@ -20,7 +20,7 @@ from pipefit.schedule import (
     uniform_costs,
 )
 from pipefit.schedule.taskgraph.compile import compile_graph, task_graph
-from pipefit.schedule.taskgraph.kernel import COMPILED_FROM, choose_loop, sweep_tasks
+from pipefit.schedule.taskgraph.kernel import COMPILED_ENTRIES, choose_loop, sweep_tasks
 from pipefit.schedule.taskgraph.times import run_graph
 from pipefit.simulate import simulate_schedule
 
@@ -48,7 +48,7 @@ def test_small_graphs_do_not_wait_for_numba(monkeypatch: pytest.MonkeyPatch) -> 
     import sys
 
     monkeypatch.delitem(sys.modules, "numba", raising=False)
-    assert choose_loop(sweep_tasks, COMPILED_FROM - 1) is sweep_tasks
+    assert choose_loop(sweep_tasks, COMPILED_ENTRIES - 1) is sweep_tasks
     assert "numba" not in sys.modules
     monkeypatch.setitem(sys.modules, "numba", object())
     assert choose_loop(sweep_tasks, 100) is sweep_tasks

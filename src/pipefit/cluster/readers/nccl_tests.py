@@ -26,7 +26,7 @@ from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, R
 from pipefit.errors import ClusterError, FormatError, MissingFactsError
 from pipefit.units import parse_bandwidth
 
-STEPS = {
+RING_STEPS = {
     "all_reduce": 2,
     "all_gather": 1,
     "reduce_scatter": 1,
@@ -40,7 +40,7 @@ STEPS = {
 """Number of passes round the ring, each of (ranks - 1) steps. sendrecv is one step."""
 
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s+(.+?)\s*$")
-_NAMES = "|".join(("sendrecv", *STEPS))
+_NAMES = "|".join(("sendrecv", *RING_STEPS))
 _TEST = re.compile(rf"\b({_NAMES})_perf\b")
 _FILE = re.compile(rf"(?:^|[^a-z])({_NAMES})(?![a-z])")
 _FIELDS = {"time": "us", "algbw": "GB/s", "busbw": "GB/s"}
@@ -165,7 +165,7 @@ def _table_words(table: NcclTable) -> str:
 def link_of(table: NcclTable) -> Link:
     """Latency: smallest out-of-place time over the steps of a ring. Bandwidth: the best bus bandwidth of the table."""
     ranks = len(table.ranks)
-    steps = 1 if table.operation == "sendrecv" else STEPS[table.operation] * max(1, ranks - 1)
+    steps = 1 if table.operation == "sendrecv" else RING_STEPS[table.operation] * max(1, ranks - 1)
     smallest = min(table.rows, key=lambda row: row.size_bytes)
     return Link(
         latency_s=smallest.out_of_place.time_s / steps,

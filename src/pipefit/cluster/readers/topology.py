@@ -26,7 +26,7 @@ PCIE_4 = 32e9
 LATENCY_S = 5e-6
 """Assumed inside a host."""
 
-WAYS = {
+CONNECTIONS = {
     "PIX": "one PCIe bridge",
     "PXB": "several PCIe bridges",
     "PHB": "the processor's PCIe host bridge",
@@ -116,7 +116,7 @@ def read(texts: Sequence[ReaderInput], given: ReaderOptions) -> Cluster:
 
 def slowest_path(topology: HostTopology) -> str:
     """The slowest path between two GPUs: fewest NVLinks, else the longest path over PCIe."""
-    order = list(WAYS)
+    order = list(CONNECTIONS)
     paths = [path for i, row in enumerate(topology.ways) for j, path in enumerate(row[: len(topology.gpus)]) if i != j]
     if not paths:
         return "NV0"
@@ -145,18 +145,18 @@ def path_bytes_per_s(way: str, kind: str, where: str) -> float:
 
 def describe_topology(topology: HostTopology, way: str) -> str:
     """`8 GPUs, 4 network cards, slowest way SYS (the link between processors)`."""
-    meaning = WAYS.get(way, f"{way[2:]} NVLinks")
+    meaning = CONNECTIONS.get(way, f"{way[2:]} NVLinks")
     return f"{len(topology.gpus)} GPUs, {len(topology.cards)} network cards, slowest way {way} ({meaning})"
 
 
 def _parse_cell(cell: str, where: str) -> str:
-    if cell == "X" or cell in WAYS or _NVLINK.match(cell):
+    if cell == "X" or cell in CONNECTIONS or _NVLINK.match(cell):
         return cell
     raise FormatError(
         "The matrix holds an entry that is not known; it may be of another version, or cut short.",
         where=where,
         seen=repr(cell),
-        allowed="X, NV1 and so on, " + ", ".join(WAYS),
+        allowed="X, NV1 and so on, " + ", ".join(CONNECTIONS),
     )
 
 

@@ -17,7 +17,10 @@ from pipefit.cost.comm.network import Network, RingTime
 
 Rings = Sequence[Sequence[int]]
 
-Way = Sequence[tuple[Rings, int, RingTime]]
+RingTuples = tuple[tuple[int, ...], ...]
+"""Rings that can be a key."""
+
+RingLevels = Sequence[tuple[Rings, int, RingTime]]
 """The levels of one pass: their rings, the divisor of the tensor on each, and the time of one step."""
 
 
@@ -57,7 +60,7 @@ def pass_levels(network: Network, operation: str, rings: Rings, total_bytes: flo
     ]
 
 
-def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> Way:
+def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> RingLevels:
     """Return the fastest levels of one pass; terms independent of the bytes are cached per rings."""
     key = operation, tuple(map(tuple, rings))
     if key not in network.ways:
@@ -68,7 +71,7 @@ def _fastest_levels(network: Network, operation: str, rings: Rings, total_bytes:
     return min(network.ways[key], key=lambda levels: _levels_s(levels, total_bytes))
 
 
-def _levels_s(way: Way, total_bytes: float) -> float:
+def _levels_s(way: RingLevels, total_bytes: float) -> float:
     return fsum(time.pass_s(total_bytes / parts) for _, parts, time in way)
 
 

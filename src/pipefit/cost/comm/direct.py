@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pipefit.cost.portable import geometric_mean
 
-LEAST = 1e-3
+MIN_FACTOR = 1e-3
 """Smallest factor: a lower one comes from a measurement without visible cost; factors are averaged as logarithms."""
 
 
@@ -36,14 +36,14 @@ class DirectCurve:
     @property
     def last_factor(self) -> float:
         """Factor of very large messages: measured seconds per byte / seconds per byte computed from the links."""
-        return max(LEAST, self._knot_slope(len(self.places) - 1) / self.s_per_byte)
+        return max(MIN_FACTOR, self._knot_slope(len(self.places) - 1) / self.s_per_byte)
 
     def time_factor(self, part_bytes: float) -> float:
         """Return (time - latency) / (time computed from the links) for parts of `part_bytes` bytes."""
         size = max(1.0, part_bytes)
         knot = min(max(1, bisect.bisect_left(self.places, size)), len(self.places) - 1)
         time_s = self.times[knot] + (size - self.places[knot]) * self._knot_slope(knot)
-        return max(LEAST, (time_s - self.times[0]) / (size * self.s_per_byte))
+        return max(MIN_FACTOR, (time_s - self.times[0]) / (size * self.s_per_byte))
 
     def _knot_slope(self, knot: int) -> float:
         """Return the slope before a knot."""

@@ -72,10 +72,10 @@ The measurement is compared with that lowering; all other operations are compare
 TURN = 1 / 32
 """Resolution (1/32) at which the reverse-direction load is quantised."""
 
-Parts = tuple[float, ...]
+SplitFractions = tuple[float, ...]
 """The fraction of the split dimension at every position."""
 
-Message = tuple[int, int, int]
+PartMessage = tuple[int, int, int]
 """(source, target, position whose part the message carries)."""
 
 
@@ -88,9 +88,9 @@ class PortLoads:
 
     def __init__(self, *loads: Array) -> None:
         self.loads = loads
-        self._known: dict[tuple[Parts, ...], float] = {}
+        self._known: dict[tuple[SplitFractions, ...], float] = {}
 
-    def s_per_byte(self, *parts: Parts) -> float:
+    def s_per_byte(self, *parts: SplitFractions) -> float:
         """Return the seconds per byte of the full tensor with these parts (fractions by position; two lists for two
         cuts).
         """
@@ -135,7 +135,7 @@ class LoweredCollective:
     bend: SizeCorrection | None = None
     "The correction by measurements, if any."
 
-    def lowered_s(self, *parts: Parts) -> float:
+    def lowered_s(self, *parts: SplitFractions) -> float:
         """Return the seconds with these parts: fractions by position; two lists for two cuts."""
         if self.name == "padded" and len(parts) > 1:
             parts = tuple((max(fractions),) * len(fractions) for fractions in parts)
@@ -217,7 +217,7 @@ class CollectiveLowerings:
             np.array(overlap_lengths(_share_intervals(old), _share_intervals(new)))
         )
 
-    def collective_time_s(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> float:
+    def collective_time_s(self, operation: str, name: str, total_bytes: float, *parts: SplitFractions) -> float:
         """Return the seconds of one lowering with these parts; an all_reduce has no parts."""
         if operation == "all_reduce":
             return all_reduce_s(self.network, self.rings, total_bytes)
@@ -227,7 +227,7 @@ class CollectiveLowerings:
         return self.one_named(operation, name, total_bytes).lowered_s(*parts)
 
     def sent_messages(
-        self, operation: str, name: str, total_bytes: float, *parts: Parts
+        self, operation: str, name: str, total_bytes: float, *parts: SplitFractions
     ) -> Iterator[tuple[int, int, float]]:
         """Yield (source, target, bytes) by position for the messages of one lowering; not for a padded ring."""
         n = self.size
@@ -305,7 +305,7 @@ class CollectiveLowerings:
             *(np.repeat(round_load[:, :, None], self.size, axis=2) for round_load in rounds.loads)
         )
 
-    def _message_rounds(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
+    def _message_rounds(self, operation: str, name: str) -> list[tuple[list[PartMessage], float]]:
         """Return the rounds of an all-gather or a reduce-scatter: (concurrent messages, share of a part in each)."""
         n, gathers = self.size, operation == "all_gather"
         if name == "alltoallv":
@@ -319,7 +319,7 @@ class CollectiveLowerings:
             for message_round in (_binomial_tree(n, root) if gathers else self._gloo_reduce(root))
         ]
 
-    def _gloo_reduce(self, root: int) -> list[tuple[list[Message], float]]:
+    def _gloo_reduce(self, root: int) -> list[tuple[list[PartMessage], float]]:
         """Return one gloo reduce: n - 1 steps of 1/n of the part around the ring, then all other members' parts to the
         root.
         """
@@ -331,7 +331,7 @@ class CollectiveLowerings:
         order = sorted(range(self.size), key=lambda position: self.rings[0][position])
         return list(zip(order, (*order[1:], order[0]), strict=True))
 
-    def _latency_s(self, messages: Iterable[Message]) -> float:
+    def _latency_s(self, messages: Iterable[PartMessage]) -> float:
         ends = {(i, j) for i, j, _ in messages}
         return max((self.network.find_link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
 
@@ -421,7 +421,7 @@ def _even_loads(load: Array) -> Array:
     return load
 
 
-def _as_fractions(shares: Sequence[float]) -> Parts:
+def _as_fractions(shares: Sequence[float]) -> SplitFractions:
     total = fsum(shares)
     return tuple(share / total for share in shares)
 
@@ -432,7 +432,7 @@ def _share_intervals(shares: Sequence[float]) -> list[tuple[float, float]]:
     return list(zip([0.0, *stops[:-1]], stops, strict=True))
 
 
-def _binomial_tree(size: int, root: int) -> list[tuple[list[Message], float]]:
+def _binomial_tree(size: int, root: int) -> list[tuple[list[PartMessage], float]]:
     """Return the rounds of a binomial tree: in round i every holder sends the part to the position 2^i further."""
     rounds = []
     reach = 1

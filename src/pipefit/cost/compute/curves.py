@@ -60,7 +60,7 @@ no weights for them.
 """
 
 
-Floats = Sequence[float] | Array
+FloatSequence = Sequence[float] | Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,9 @@ class LayerTimes:
     "B, measured separately: not always the sum of I and W."
 
 
-def attention_features(rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None) -> Array:
+def attention_features(
+    rows: FloatSequence, tokens: FloatSequence, past: FloatSequence, earlier: FloatSequence | None = None
+) -> Array:
     """Return the features as an array [point, feature] in the order of `FEATURES`.
 
     `earlier` is the number of slices that form `past`; None: past / tokens, rounded.
@@ -99,7 +101,11 @@ def attention_features(rows: Floats, tokens: Floats, past: Floats, earlier: Floa
 
 
 def action_times_s(
-    curve: ActionCurve, rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None
+    curve: ActionCurve,
+    rows: FloatSequence,
+    tokens: FloatSequence,
+    past: FloatSequence,
+    earlier: FloatSequence | None = None,
 ) -> Array:
     """Return the seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens.
 

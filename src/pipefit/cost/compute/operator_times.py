@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.compute.kernel_time import PassWork, kernel_time
-from pipefit.cost.compute.shard_exchanges import BACKWARD, OperatorExchanges, operator_exchanges
+from pipefit.cost.compute.shard_exchanges import BACKWARD_COLLECTIVE, OperatorExchanges, operator_exchanges
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.model.analysis.narrow_products import QUANTIZED_BYTES, has_narrow_product
 from pipefit.model.analysis.totals import executed_flops, made_from_data, operator_traffic_bytes
@@ -51,7 +51,7 @@ def operator_times(
 ) -> Times:
     """Return an operator's times; attention without the merging of earlier slices."""
     said_s = exchanges_s(operator_exchanges(graph, operator, symbols, precision), collective)
-    if operator.kind == "unshard" or operator.kind in BACKWARD:
+    if operator.kind == "unshard" or operator.kind in BACKWARD_COLLECTIVE:
         return said_s
     works = operator_work(graph, operator, symbols, precision)
     forward_s, input_s, weight_s = (

@@ -40,9 +40,9 @@ class LayerCost:
     "Peak transient memory of the actions; None: transient memory is not counted."
     fused_s: float | None = None
     "Seconds of a fused backward, if measured; None: the sum of both parts."
-    owed_before: float = 0.0
+    kv_gradient_before_bytes: float = 0.0
     "Bytes of gradients for the keys and values of this and earlier slices, held when the backward begins."
-    owed_behind: float = 0.0
+    kv_gradient_after_bytes: float = 0.0
     "Bytes of gradients for the keys and values of earlier slices, held when the backward ends."
 
     @property
@@ -198,8 +198,8 @@ def _layer_memory(query: LayerQuery, widens: bool) -> LayerCost:
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
         passing=transient_bytes(graph, symbols, width, recompute, widens, shape.is_sliced),
-        owed_before=kv_gradient_bytes(graph, {**symbols, "T": shape.past + shape.tokens}, width)
+        kv_gradient_before_bytes=kv_gradient_bytes(graph, {**symbols, "T": shape.past + shape.tokens}, width)
         if shape.later
         else 0.0,
-        owed_behind=kv_gradient_bytes(graph, {**symbols, "T": shape.past}, width) if shape.past else 0.0,
+        kv_gradient_after_bytes=kv_gradient_bytes(graph, {**symbols, "T": shape.past}, width) if shape.past else 0.0,
     )

@@ -21,7 +21,7 @@ from pipefit.model.ops.reshare import shares_of
 from pipefit.model.ops.unshard import gathers_of, stored_weights
 from pipefit.precision import Precision
 
-BACKWARD = {
+BACKWARD_COLLECTIVE = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
     "all_reduce": "all_reduce",
@@ -38,7 +38,7 @@ class OperatorExchanges(NamedTuple):
     weight_gradient: tuple[Said, ...] = ()
 
 
-NOTHING = OperatorExchanges()
+NO_EXCHANGES = OperatorExchanges()
 
 
 def operator_exchanges(
@@ -49,11 +49,11 @@ def operator_exchanges(
         return _unshard_exchanges(graph, operator, precision)
     if operator.kind == RESHARE:
         return _reshare_exchange(graph, operator, symbols, precision)
-    if operator.kind in BACKWARD:
+    if operator.kind in BACKWARD_COLLECTIVE:
         return _between_operators(graph, operator, symbols, precision)
     talks = KINDS[operator.kind].talks
     if talks is None:
-        return NOTHING
+        return NO_EXCHANGES
     talk = talks(operator_call(graph, operator, symbols, COMPUTE_BYTES[precision]))
     return OperatorExchanges(talk.forward, talk.input_gradient, talk.weight_gradient)
 
@@ -67,7 +67,7 @@ def _between_operators(
     ahead, back = lowering_of(operator)
     return OperatorExchanges(
         forward=((operator.kind, total_bytes, ahead, units),),
-        input_gradient=((BACKWARD[operator.kind], total_bytes, back, units[::-1]),),
+        input_gradient=((BACKWARD_COLLECTIVE[operator.kind], total_bytes, back, units[::-1]),),
     )
 
 

@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Array
 from pipefit.errors import ClusterError
 
-PARTS = ("parameters", "gradients", "optimizer", "saved", "passing", "messages", "workspace")
+PEAK_PARTS = ("parameters", "gradients", "optimizer", "saved", "passing", "messages", "workspace")
 """Parts of the analytic peak; `workspace` is the constant per process."""
 
-RIDGE = {name: 1e-5 if name == "workspace" else 1e-2 for name in PARTS}
+PART_RIDGES = {name: 1e-5 if name == "workspace" else 1e-2 for name in PEAK_PARTS}
 """Weight of the pull of a coefficient to 1, as a number of runs that consist of its part alone. With errors of 1 % it
 is a prior that coefficients are within 10 % of 1. The constant has almost no prior, because it is a guess.
 """
@@ -39,8 +39,6 @@ LEAST_CONFIGURATIONS = 6
 
 STATED = 1e-6
 """Probability that the margin shown beside an estimate is exceeded."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,7 @@ class MemoryRun:
     "Number of devices of the plan."
     rank: int
     parts: Mapping[str, float]
-    "Bytes of each of PARTS at the analytic peak."
+    "Bytes of each of PEAK_PARTS at the analytic peak."
     measured_bytes: float
     when: str = ""
     "ISO 8601."
@@ -74,7 +72,7 @@ class MemoryCorrection:
     errors: tuple[float, ...]
     "The left-out relative errors (measured / estimate - 1), each divided by its distance, ascending."
     precision: tuple[tuple[float, ...], ...]
-    "The inverse of the fit's normal matrix, by PARTS; gives the leverage of a mix of parts."
+    "The inverse of the fit's normal matrix, by PEAK_PARTS; gives the leverage of a mix of parts."
     range_bytes: tuple[float, float]
     "The smallest and the largest measured bytes."
     configurations: int
@@ -82,7 +80,7 @@ class MemoryCorrection:
 
     def estimate_rank(self, parts: Mapping[str, float]) -> MemoryEstimate:
         """Return the estimated memory of a rank with these parts."""
-        expected = math.fsum(self.coefficients[name] * parts[name] for name in PARTS)
+        expected = math.fsum(self.coefficients[name] * parts[name] for name in PEAK_PARTS)
         return MemoryEstimate(self, expected, self.band_factor(parts, expected))
 
     def band_factor(self, parts: Mapping[str, float], expected_bytes: float) -> float:
@@ -166,13 +164,13 @@ def _fit_coefficients(
     from scipy.optimize import nnls
 
     mixes = np.array([_part_shares(run.parts, run.measured_bytes) for run in runs])
-    ridge = np.diag([math.sqrt(RIDGE[name]) for name in PARTS])
+    ridge = np.diag([math.sqrt(PART_RIDGES[name]) for name in PEAK_PARTS])
     coefficients, _ = nnls(np.vstack((mixes, ridge)), np.concatenate((np.ones(len(runs)), ridge.sum(axis=1))))
     precision = np.linalg.inv(mixes.T @ mixes + ridge.T @ ridge)
     measured = [run.measured_bytes for run in runs]
     return MemoryCorrection(
         kind=kind,
-        coefficients=dict(zip(PARTS, coefficients.tolist(), strict=True)),
+        coefficients=dict(zip(PEAK_PARTS, coefficients.tolist(), strict=True)),
         spread=spread,
         errors=errors,
         precision=tuple(map(tuple, precision.tolist())),
@@ -182,8 +180,8 @@ def _fit_coefficients(
     )
 
 
-def _part_shares(parts: Mapping[str, float], whole_bytes: float) -> Floats:
-    return np.array([parts[name] for name in PARTS]) / whole_bytes
+def _part_shares(parts: Mapping[str, float], whole_bytes: float) -> Array:
+    return np.array([parts[name] for name in PEAK_PARTS]) / whole_bytes
 
 
 def _student_quantile(correction: MemoryCorrection) -> float:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from pipefit.codec import dump_text, load_file, write_file
-from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryCorrection, MemoryRun, learn_correction
+from pipefit.cost.memory.correction import (
+    LEAST_CONFIGURATIONS,
+    PEAK_PARTS,
+    MemoryCorrection,
+    MemoryRun,
+    learn_correction,
+)
 from pipefit.errors import ClusterError, FormatError
 
 
@@ -35,13 +41,13 @@ def load_memory(path: Path) -> MemoryFacts:
                 where=f"{path}: corrections.{kind}",
                 seen=f"spread {correction.spread:g}, {len(correction.errors)} errors, "
                 f"coefficients of {', '.join(sorted(correction.coefficients)) or 'nothing'}",
-                allowed=f"finite numbers: a coefficient for each of {', '.join(PARTS)}, none below 0, one above, "
-                f"their {len(PARTS)} x {len(PARTS)} matrix, a spread, errors and a range above 0",
+                allowed=f"finite numbers: a coefficient for each of {', '.join(PEAK_PARTS)}, none below 0, one above, "
+                f"their {len(PEAK_PARTS)} x {len(PEAK_PARTS)} matrix, a spread, errors and a range above 0",
                 next_step="remove `corrections` and run `pipefit verify PLAN --record` on the file to learn them again",
             )
     for index, run in enumerate(facts.runs):
         if not (
-            set(run.parts) == set(PARTS)
+            set(run.parts) == set(PEAK_PARTS)
             and all(math.isfinite(size) and size >= 0 for size in run.parts.values())
             and 0 < run.measured_bytes < math.inf
         ):
@@ -49,7 +55,7 @@ def load_memory(path: Path) -> MemoryFacts:
                 "The recorded run is invalid.",
                 where=f"{path}: runs[{index}]",
                 seen=f"{run.measured_bytes:g} bytes measured, parts {', '.join(sorted(run.parts))}",
-                allowed=f"more than 0 bytes, and the parts {', '.join(PARTS)}, none below 0",
+                allowed=f"more than 0 bytes, and the parts {', '.join(PEAK_PARTS)}, none below 0",
             )
     return facts
 
@@ -61,9 +67,9 @@ def _is_usable(correction: MemoryCorrection) -> bool:
     numbers = [*coefficients.values(), *correction.errors, correction.spread, largest, *itertools.chain(*matrix)]
     return (
         all(map(math.isfinite, numbers))
-        and set(coefficients) == set(PARTS)
+        and set(coefficients) == set(PEAK_PARTS)
         and min(coefficients.values()) >= 0 < max(coefficients.values())
-        and [len(row) for row in matrix] == [len(PARTS)] * len(PARTS)
+        and [len(row) for row in matrix] == [len(PEAK_PARTS)] * len(PEAK_PARTS)
         and bool(correction.errors)
         and correction.spread > 0
         and 0 < smallest <= largest

@@ -16,6 +16,7 @@ from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.step_end import stage_state_share
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, static_parts
 from pipefit.cost.work import PipelineWork, StageWork
+from pipefit.optimizers.sharded_state import shards_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _stage_parts(stage: StageWork, position: int, share: float, work: PipelineWo
             spread = sum(stage.sharded_spread) * (1.0 - 1.0 / stage.row_parts)
             away = sharded - share / stage.spread_part * (sharded - spread)
         parts["gradients"] -= away * GRADIENT_BYTES[work.precision]
-        if stage.sharded_state == "parameters":
+        if shards_parameters(stage.sharded_state):
             parts["parameters"] -= away * COMPUTE_BYTES[work.precision]
     return parts
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipefit.cost.types import Array, CostTable
 
-NOTHING = 1e-9
+MIN_SHARE = 1e-9
 """Smallest share used in the division; a device with a smaller share holds next to nothing."""
 
 
@@ -29,7 +29,7 @@ def order_limits(costs: CostTable, placement: Sequence[int], least_bytes: Sequen
     for kind in costs.kinds:
         for lane in np.flatnonzero(np.isfinite(kind.limit_bytes)).tolist():
             share = max(
-                NOTHING, _largest_ratio(_held_row(kind.table, placement, lane), _held_row(costs, placement, lane))
+                MIN_SHARE, _largest_ratio(_held_row(kind.table, placement, lane), _held_row(costs, placement, lane))
             )
             passing = _passing_bytes(kind.table, placement, lane) - share * _passing_bytes(costs, placement, lane)
             copied = _lane_stages(costs.reduce_copy_bytes, placement, lane).sum()

@@ -39,7 +39,7 @@ def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
     output_gradient = {"B": last.output, "I": 0 if last.holds_output_gradient else last.output}
     peak = {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0}
     before, behind = float(tables), pending
-    owed = fsum(layer.owed_behind for layer in layers)
+    kv_bytes = fsum(layer.kv_gradient_after_bytes for layer in layers)
     for index, layer in enumerate(layers):
         worst = layer.passing
         assert worst is not None, "all layers of a stage are costed alike"
@@ -47,10 +47,12 @@ def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
         peak["W"] = max(peak["W"], pending - behind + worst.weight)
         end = index == len(layers) - 1
         peak["F"] = max(peak["F"], before + worst.forward + (input_bytes if index else 0))
-        owed += layer.owed_before - layer.owed_behind
-        peak["B"] = max(peak["B"], before + owed + (worst.fused_last if end else worst.fused + output_gradient["B"]))
+        kv_bytes += layer.kv_gradient_before_bytes - layer.kv_gradient_after_bytes
+        peak["B"] = max(
+            peak["B"], before + kv_bytes + (worst.fused_last if end else worst.fused + output_gradient["B"])
+        )
         at_once = worst.input_gradient_last if end else worst.input_gradient + output_gradient["I"]
-        peak["I"] = max(peak["I"], before + behind + owed + at_once)
+        peak["I"] = max(peak["I"], before + behind + kv_bytes + at_once)
         before += layer.saved_bytes
     held = {"F": before, "B": before, "I": max(before, pending), "W": pending}
     return StageMemory(before, pending, {kind: max(0.0, peak[kind] - held[kind]) for kind in peak})

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipefit.cost.comm.collectives import pass_levels, runs_backwards
+from pipefit.cost.comm.collectives import RingTuples, pass_levels, runs_backwards
 from pipefit.cost.comm.network import Network, Port
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.cost.pipeline.edges import edge_times
@@ -25,15 +25,11 @@ from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
 from pipefit.cost.pipeline.table import collective_shares, stage_cost_key, stage_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import ActionTable, CostTable, FlowKey, PortContention, PortFlow
-from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
+from pipefit.cost.work import EdgeWork, Message, PipelineWork, StageWork
 from pipefit.layout import Mesh, MeshAxis
 
 MOST_PIPELINES = 16
 """The largest number of replicas simulated one by one. More replicas run in step, at the pace of the slowest one."""
-
-Message = tuple[int, int, float]
-Messages = Sequence[Message]
-Rings = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +160,9 @@ def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[Edge
     return edges
 
 
-def _by_replica(messages: Messages, place: Mapping[int, int], sent: bool, count: int) -> list[tuple[Message, ...]]:
+def _by_replica(
+    messages: Sequence[Message], place: Mapping[int, int], sent: bool, count: int
+) -> list[tuple[Message, ...]]:
     by_replica: list[list[Message]] = [[] for _ in range(count)]
     for message in messages:
         by_replica[place[message[0] if sent else message[1]]].append(message)
@@ -201,7 +199,7 @@ def _times_alone(
     return tuple(tables)
 
 
-def _competing_groups(stage: StageWork, network: Network) -> list[Rings]:
+def _competing_groups(stage: StageWork, network: Network) -> list[RingTuples]:
     """Return for each replica the shard groups whose collectives compete with its own.
 
     They are its own groups and those of other replicas that use the same ports at about the same time.
@@ -229,7 +227,7 @@ def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:
     return {port for a, b in (*hops, *((b, a) for a, b in hops)) for port, _ in network.port_loads(a, b, 1.0, 1.0)}
 
 
-def _transfer_flow(messages: Messages, port_s: float, network: Network) -> _UnnumberedFlow | None:
+def _transfer_flow(messages: Sequence[Message], port_s: float, network: Network) -> _UnnumberedFlow | None:
     """Return the flow of messages that start together, or None if nothing moves."""
     if port_s <= 0.0:
         return None
@@ -290,7 +288,7 @@ def _reduction_flows(
 
 
 def _action_flows(
-    index: int, pipeline: int, work: PipelineWork, beside: Rings, network: Network, layers: LayerCosts
+    index: int, pipeline: int, work: PipelineWork, beside: RingTuples, network: Network, layers: LayerCosts
 ) -> dict[FlowKey, _UnnumberedFlow]:
     """Return the actions of a stage with collectives as flows: one ring at a time through each shard group (all shards
     of an expert axis are one), or without shards through each group of devices with parts of the same sequences.

@@ -7,10 +7,10 @@ reduce-scatters their gradients. Nothing overlaps these collectives. Their memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
+from pipefit.cost.comm.collectives import Rings, all_gather_s, reduce_scatter_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.layer_query import LayerQuery
 from pipefit.cost.compute.roofline import LayerCost
@@ -22,8 +22,6 @@ from pipefit.model.graph import Graph
 from pipefit.model.ops.attention import CONTEXT_PARTS, gathered_sizes
 from pipefit.model.ops.table import KINDS
 from pipefit.precision import Precision
-
-Rings = Sequence[Sequence[int]]
 
 
 def gathered_bytes(

@@ -9,10 +9,7 @@ import numpy as np
 
 from pipefit.cost.comm.network import Network
 from pipefit.cost.types import Array, EdgeCost
-from pipefit.cost.work import EdgeWork
-
-Messages = Sequence[tuple[int, int, float]]
-"""(source device, target device, bytes)."""
+from pipefit.cost.work import EdgeWork, Message
 
 
 def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
@@ -42,7 +39,9 @@ def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
 _NONE = np.zeros((1, 1))
 
 
-def _by_microbatch(edge: EdgeWork) -> tuple[Sequence[Sequence[Messages]], Sequence[Sequence[Messages]]]:
+def _by_microbatch(
+    edge: EdgeWork,
+) -> tuple[Sequence[Sequence[Sequence[Message]]], Sequence[Sequence[Sequence[Message]]]]:
     """Return [microbatch][slice] -> messages, forward and backward; one microbatch if all are equal."""
     if not edge.ragged:
         return [edge.forward], [edge.backward]
@@ -52,7 +51,7 @@ def _by_microbatch(edge: EdgeWork) -> tuple[Sequence[Sequence[Messages]], Sequen
 def with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None = None) -> EdgeCost:
     """Return the cost with the bytes of the devices that receive and send most, among all or among `members`."""
 
-    def largest_buffer(each: Sequence[Sequence[Messages]], sending: bool) -> Array:
+    def largest_buffer(each: Sequence[Sequence[Sequence[Message]]], sending: bool) -> Array:
         return np.array([[_most_bytes(messages, sending, members) for messages in row] for row in each])
 
     ahead, back = _by_microbatch(edge)
@@ -65,7 +64,7 @@ def with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None 
     )
 
 
-def _most_bytes(messages: Messages, sending: bool, members: Container[int] | None) -> float:
+def _most_bytes(messages: Sequence[Message], sending: bool, members: Container[int] | None) -> float:
     """Return the largest receive buffer of a device, or with `sending` the largest bytes held until they are sent."""
     totals: dict[int, float] = {}
     for source, target, size in messages:

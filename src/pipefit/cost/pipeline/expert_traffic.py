@@ -6,6 +6,7 @@ about the same time, so their groups share the links.
 
 from __future__ import annotations
 
+from pipefit.cost.comm.collectives import RingTuples
 from pipefit.cost.comm.lowerings import lowerings_over, shard_collective
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.operator_times import CollectiveTime
@@ -13,15 +14,15 @@ from pipefit.cost.pipeline.rings import expert_rings
 from pipefit.cost.work import StageWork
 from pipefit.model.ops.moe import EXPERT_EXCHANGE
 
-Rings = tuple[tuple[int, ...], ...]
 
-
-def exchange_rings(stage: StageWork, network: Network) -> Rings:
+def exchange_rings(stage: StageWork, network: Network) -> RingTuples:
     """Return the devices that exchange tokens over an expert axis; none for a stage without one."""
     return network.representative_rings(expert_rings(stage)) if stage.expert_parts > 1 else ()
 
 
-def stage_collective(network: Network, rings: Rings, shares: tuple[int, ...], exchanging: Rings) -> CollectiveTime:
+def stage_collective(
+    network: Network, rings: RingTuples, shares: tuple[int, ...], exchanging: RingTuples
+) -> CollectiveTime:
     """Return the time function of the collectives of a stage: over shard groups with these shares (`rings`), and over
     an expert axis (`exchanging`: `exchange_rings`)."""
     over_shards = shard_collective(network, rings, shares)
@@ -38,7 +39,9 @@ def stage_collective(network: Network, rings: Rings, shares: tuple[int, ...], ex
     return collective_s
 
 
-def collective_key(stage: StageWork, rings: Rings | None, shares: tuple[int, ...], exchanging: Rings) -> object:
+def collective_key(
+    stage: StageWork, rings: RingTuples | None, shares: tuple[int, ...], exchanging: RingTuples
+) -> object:
     """Return the cache key of `stage_collective`."""
     key: object = (rings, shares) if stage.shares else rings
     return (key, exchanging) if exchanging else key

@@ -13,11 +13,11 @@ from math import fsum
 
 from pipefit.cost.work import BUCKET_BYTES
 
-Piece = tuple[float, float]
+LayerGradient = tuple[float, float]
 """(bytes of gradients, seconds of the backward) of one layer."""
 
 
-def hidden_s(reduce_s: float, layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> float:
+def hidden_s(reduce_s: float, layers: Sequence[LayerGradient], bucket_bytes: float = BUCKET_BYTES) -> float:
     """Return the seconds of `reduce_s` that overlap the stage's last backward. `layers` are in model order.
 
     Seconds are distributed over the buckets by their bytes. The result is 0 without a reduction or with one bucket.
@@ -28,7 +28,7 @@ def hidden_s(reduce_s: float, layers: Sequence[Piece], bucket_bytes: float = BUC
     return reduce_s - max(0.0, *(share * reduce_s - beside_s for share, beside_s in left))
 
 
-def remaining_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[tuple[float, float]]:
+def remaining_lines(layers: Sequence[LayerGradient], bucket_bytes: float = BUCKET_BYTES) -> list[tuple[float, float]]:
     """Return (share, seconds) of every bucket; empty without a reduction.
 
     At least share x (full reduction) - seconds remains after the backward, because the bucket and all later ones cannot
@@ -53,9 +53,9 @@ def delay_pieces(sizes: Sequence[int], layers: int) -> list[int]:
     return [sum(sizes[: layers + 1]), *sizes[layers + 1 :], *[0] * layers][: len(sizes)]
 
 
-def bucket_finish_times(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[Piece]:
+def bucket_finish_times(layers: Sequence[LayerGradient], bucket_bytes: float = BUCKET_BYTES) -> list[LayerGradient]:
     """Return (bytes, time in the backward at which it is complete) of every bucket, in the order of their starts."""
-    buckets: list[Piece] = []
+    buckets: list[LayerGradient] = []
     size, complete_s, elapsed_s = 0.0, 0.0, 0.0
     for layer_bytes, seconds in reversed(layers):
         elapsed_s += seconds

@@ -12,7 +12,7 @@ from math import fsum
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.comm.network import Network
 from pipefit.cost.memory.step_end import stage_state_share
-from pipefit.cost.pipeline.overlap import Piece, hidden_s
+from pipefit.cost.pipeline.overlap import LayerGradient, hidden_s
 from pipefit.cost.pipeline.rings import copy_rings, shard_rings, split_elements
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
@@ -66,7 +66,7 @@ def hidden_reduction_s(
     stage: StageWork,
     work: PipelineWork,
     network: Network,
-    beside: tuple[float, Mapping[str, Sequence[Piece]]],
+    beside: tuple[float, Mapping[str, Sequence[LayerGradient]]],
 ) -> dict[str, float]:
     """Return the seconds of a stage's reduction (`once_s`) that overlap its last backward, if that is a B or a W.
 

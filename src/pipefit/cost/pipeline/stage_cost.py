@@ -24,7 +24,7 @@ class StageCost(NamedTuple):
     input_passing_bytes: float
     fused_passing_bytes: float
     weight_passing_bytes: float
-    owed_bytes: float
+    kv_gradient_bytes: float
     "Gradients for the keys and values of earlier slices, after the backward."
 
 
@@ -67,8 +67,8 @@ def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -
 
 
 def kv_gradient_table(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Array:
-    """Return `CostTable.owed_bytes`; the arguments are those of `action_tables`."""
-    return _cost_array(costs, lambda cost: cost.owed_bytes, microbatches)
+    """Return `CostTable.kv_gradient_bytes`; the arguments are those of `action_tables`."""
+    return _cost_array(costs, lambda cost: cost.kv_gradient_bytes, microbatches)
 
 
 def _cost_array(costs: Sequence[Sequence[StageCost]], value: Callable[[StageCost], float], microbatches: int) -> Array:

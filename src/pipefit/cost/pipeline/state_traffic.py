@@ -19,6 +19,7 @@ from pipefit.cost.pipeline.rings import split_elements
 from pipefit.cost.pipeline.stage_cost import StageCost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import StageWork
+from pipefit.optimizers.sharded_state import shards_parameters
 from pipefit.precision import Precision
 
 
@@ -56,7 +57,7 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
         return None
     elements = [max(counts) for counts in stage.sharded_elements]
     counts = list(zip(elements, stage.sharded_spread or (0,) * len(elements), strict=True))
-    gathers = stage.sharded_state == "parameters"
+    gathers = shards_parameters(stage.sharded_state)
     widths = COMPUTE_BYTES[precision], GRADIENT_BYTES[precision]
     parts = {count: [(size, rings) for size, rings in split_elements(stage, *count) if size] for count in set(counts)}
     seconds = {

@@ -24,7 +24,7 @@ from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, stage_sta
 from pipefit.cost.pipeline.context_traffic import add_context_traffic, context_symbols, split_rings
 from pipefit.cost.pipeline.edges import edge_cost, with_buffers
 from pipefit.cost.pipeline.expert_traffic import collective_key, exchange_rings, stage_collective
-from pipefit.cost.pipeline.overlap import Piece, delay_pieces
+from pipefit.cost.pipeline.overlap import LayerGradient, delay_pieces
 from pipefit.cost.pipeline.reductions import gather_s, hidden_reduction_s, reduce_s
 from pipefit.cost.pipeline.rings import context_rings, expert_rings, grid_positions, shard_rings
 from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, kv_gradient_table, worst_stage
@@ -55,7 +55,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
     """Return all costs of one iteration. `layers` gives compute and activations, `network` everything else."""
     keys = [stage_cost_key(stage, network) for stage in work.stages]
     of_each: dict[object, list[Mapping[str, StageCost]]] = {}
-    beside: dict[object, tuple[float, Mapping[str, Sequence[Piece]]]] = {}
+    beside: dict[object, tuple[float, Mapping[str, Sequence[LayerGradient]]]] = {}
     for key, stage in zip(keys, work.stages, strict=True):
         if key not in of_each:
             of_each[key] = _stage_columns(stage, work, network, layers)
@@ -76,7 +76,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.num_lanes)]),
         static_bytes=np.array([fsum(parts.values()) for parts in statics]),
-        owed_bytes=kv_gradient_table(worst, work.distinct_microbatches),
+        kv_gradient_bytes=kv_gradient_table(worst, work.distinct_microbatches),
         reduce_copy_bytes=np.array(reduce_copy_bytes(work, network.over_gloo)),
         overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
         receives_ahead=network.over_gloo,
@@ -185,7 +185,7 @@ def layer_costs(
 
 def overlap_share(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
-) -> tuple[float, Mapping[str, Sequence[Piece]]]:
+) -> tuple[float, Mapping[str, Sequence[LayerGradient]]]:
     """Return the overlap share of the stage's reduction, and the layers of its last backward.
 
     The share is the part of the reduction beside the last backward that costs nothing. If it is not 0, the mapping
@@ -321,7 +321,7 @@ def _kind_memory(
     table = replace(
         costs,
         actions=action_tables(kind_costs, work.distinct_microbatches),
-        owed_bytes=kv_gradient_table(kind_costs, work.distinct_microbatches),
+        kv_gradient_bytes=kv_gradient_table(kind_costs, work.distinct_microbatches),
         edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
         static_bytes=np.array([fsum(entry.values()) for entry in parts]),
     )
@@ -363,8 +363,8 @@ def _worst_cost(each: Sequence[LayerCost]) -> LayerCost:
         saved_bytes=max(cost.saved_bytes for cost in each),
         pending_bytes=max(cost.pending_bytes for cost in each),
         passing=fullest.passing,
-        owed_before=max(cost.owed_before for cost in each),
-        owed_behind=max(cost.owed_behind for cost in each),
+        kv_gradient_before_bytes=max(cost.kv_gradient_before_bytes for cost in each),
+        kv_gradient_after_bytes=max(cost.kv_gradient_after_bytes for cost in each),
     )
 
 
@@ -378,7 +378,7 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
         memory.saved_bytes,
         memory.pending_bytes,
         *(memory.passing[kind] for kind in ("F", "I", "B", "W")),
-        fsum(cost.owed_behind for cost in each),
+        fsum(cost.kv_gradient_after_bytes for cost in each),
     )
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from pipefit.cost.types import Ints
 from pipefit.data.multimodal.balance import balance_rows
-from pipefit.data.multimodal.loads import Ints, MicrobatchBlock, block_of, forward_ns, stage_times_ns
+from pipefit.data.multimodal.loads import MicrobatchBlock, block_of, forward_ns, stage_times_ns
 from pipefit.data.multimodal.ordering import PipelineTimes, order_microbatches
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.stepplan import BatchShape

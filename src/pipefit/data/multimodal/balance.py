@@ -13,28 +13,26 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipefit.data.multimodal.loads import NONE, Ints, MicrobatchBlock
+from pipefit.cost.types import Array, Ints
+from pipefit.data.multimodal.loads import NO_OWNER, MicrobatchBlock
 from pipefit.data.permutation import make_key, permute_indices
 
 _SPREAD = 0xBA1A
 """Part of the key of the permutation that spreads blocks: rows are placed by size, and a pipeline that takes the
 largest first is slower than one in random order."""
 
-Floats = NDArray[np.float64]
-
 
 class _LoadKind(NamedTuple):
     """One kind of load: the excess of each row over the smallest row, and the replicas that work on it."""
 
-    cost: Floats
+    cost: Array
     "(batch,) by row: the part that depends on the assignment, relative to the mean of the most loaded kind."
     owner: Ints
     "(cells,): microbatch within the block and replica."
     replica: Ints
     "(cells,)."
-    weight: Floats
+    weight: Array
     "(cells,); 0 if none of the stage's replicas works on the row."
     bins: int
     replicas: int
@@ -111,7 +109,7 @@ def _load_kinds(
                     cost=excess / scale,
                     owner=owner,
                     replica=np.maximum(owner, 0) % block.replicas[stage],
-                    weight=np.where(owner == NONE, 0.0, block.weight[stage][np.maximum(owner, 0)]),
+                    weight=np.where(owner == NO_OWNER, 0.0, block.weight[stage][np.maximum(owner, 0)]),
                     bins=len(block.weight[stage]),
                     replicas=block.replicas[stage],
                 )

@@ -21,7 +21,7 @@ from pipefit.data.multimodal.images import BrokenImageError, ImageSize, grid_pla
 from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
 from pipefit.data.multimodal.manifest import printable_name
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
-from pipefit.data.multimodal.sequence import NONE, ImageUse, images_of, sequence_of
+from pipefit.data.multimodal.sequence import NO_SAMPLES, ImageUse, images_of, sequence_of
 from pipefit.data.permutation import make_key
 from pipefit.data.stepplan import StepPlan
 from pipefit.layout import Run
@@ -78,7 +78,7 @@ def run_feed(
     step: int,
     rows: NDArray[np.int64],
     first: int,
-    left_out: Set[int] = NONE,
+    left_out: Set[int] = NO_SAMPLES,
     some: Run | None = None,
     decode: bool = True,
 ) -> ModuleArrays:

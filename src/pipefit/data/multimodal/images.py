@@ -40,7 +40,7 @@ _GREY_16 = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
 _PAUSES_S = (0.05, 0.5)
 """Pauses before retrying a file that the operating system could not read."""
 
-Read = TypeVar("Read")
+ReadT = TypeVar("ReadT")
 
 
 class BrokenImageError(Exception):
@@ -185,7 +185,7 @@ def decoder_versions() -> str:
     return f"Pillow {PIL.__version__}, numpy {np.__version__}"
 
 
-def _retry_read(read: Callable[[], Read]) -> Read:
+def _retry_read(read: Callable[[], ReadT]) -> ReadT:
     """Return the result of `read`, retrying errors of the operating system, which may be temporary.
 
     Raises BrokenImageError after the last attempt.

@@ -180,7 +180,7 @@ def open_index(folder: Path) -> SampleIndex:
         ) from None
 
 
-Sizes = list[ImageSize | SkippedSample | None]
+PartSizes = list[ImageSize | SkippedSample | None]
 """For every part of a sample: the size of its image, the reason it has none, or None for a text."""
 
 
@@ -193,11 +193,11 @@ class _IndexBuilder:
         self._images, self._names, self._paths = list[ImageSize](), list[str](), list[str]()
         self._left_out, self._reported = 0, list[SkippedSample]()
 
-    def read_sizes(self, sample: ManifestSample) -> Sizes:
+    def read_sizes(self, sample: ManifestSample) -> PartSizes:
         """Return the sizes of a sample's images. Pure: may run in parallel."""
         return [None if part.kind == "text" else self._read_size(sample, part) for part in sample.parts]
 
-    def add_samples(self, samples: list[ManifestSample], sizes: list[Sizes]) -> None:
+    def add_samples(self, samples: list[ManifestSample], sizes: list[PartSizes]) -> None:
         """Append samples in their order. Raises DataError at a broken image, unless broken images are skipped."""
         for sample, of_parts in zip(samples, sizes, strict=True):
             broken = next((size for size in of_parts if isinstance(size, SkippedSample)), None)
@@ -260,7 +260,7 @@ class _IndexBuilder:
                 reason=str(error),
             )
 
-    def _append_sample(self, sample: ManifestSample, sizes: Sizes) -> None:
+    def _append_sample(self, sample: ManifestSample, sizes: PartSizes) -> None:
         for part, size in zip(sample.parts, sizes, strict=True):
             if isinstance(size, ImageSize):
                 self._append_image(part, size)

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.cost.types import Ints
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.stepplan import BatchShape
 from pipefit.plan.types import SampleLoad
 
-Ints = NDArray[np.int64]
-
-NONE = -1
+NO_OWNER = -1
 """The owner of a row that a stage does not work on."""
 
 
@@ -40,7 +39,7 @@ class MicrobatchBlock:
     rows: int
     "Positions of one block."
     owner: tuple[Ints, ...]
-    "Per stage (rows,): microbatch within the block x replicas + replica, or NONE."
+    "Per stage (rows,): microbatch within the block x replicas + replica, or NO_OWNER."
     replicas: tuple[int, ...]
     weight: tuple[NDArray[np.float64], ...]
     "Per stage, by owner: average rows / own rows; a replica of twice the share processes a row in half the time."
@@ -58,7 +57,7 @@ def block_of(shape: BatchShape) -> MicrobatchBlock:
     # Replicas that divide images have equal work: they count as one replica, which does its share of every row.
     owning = [(1,) if shape.divides_images(stage) else shares for stage, shares in enumerate(shape.shares)]
     for stage, shares in enumerate(owning):
-        owner = np.full(rows, NONE, dtype=np.int64)
+        owner = np.full(rows, NO_OWNER, dtype=np.int64)
         counts = np.zeros(length // shape.multiples[stage] * len(shares), dtype=np.int64)
         for microbatch in range(length // shape.multiples[stage]):
             for replica in range(len(shares)):
@@ -85,7 +84,7 @@ def stage_times_ns(block: MicrobatchBlock, stage: int, times_ns: Ints, where: ND
     `times_ns`: (batch,) of the rows, by position. `where`: (rows,) mask of the positions of a block that count.
     """
     owner, replicas = block.owner[stage], block.replicas[stage]
-    here = owner != NONE if where is None else (owner != NONE) & where
+    here = owner != NO_OWNER if where is None else (owner != NO_OWNER) & where
     totals = np.zeros((len(block.weight[stage]), block.blocks), dtype=np.int64)
     np.add.at(totals, owner[here], times_ns.reshape(block.blocks, block.rows)[:, here].T)
     times = np.rint(totals.T * block.weight[stage]).astype(np.int64)
@@ -129,7 +128,7 @@ def _connected_components(owners: Sequence[Ints], replicas: Sequence[int]) -> In
     while True:
         before = label.copy()
         for owner, count in zip(owners, replicas, strict=True):
-            here = owner != NONE
+            here = owner != NO_OWNER
             lowest = np.full(count, len(label), dtype=np.int64)
             np.minimum.at(lowest, owner[here] % count, label[here])
             label[here] = lowest[owner[here] % count]

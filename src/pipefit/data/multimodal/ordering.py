@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipefit.data.multimodal.loads import Ints
+from pipefit.cost.types import Ints
 from pipefit.data.permutation import make_key
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipefit.cost.types import Ints
 from pipefit.data.multimodal.arrange import arrange_rows
-from pipefit.data.multimodal.loads import Ints
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
 from pipefit.data.stepplan import BatchShape
-from pipefit.plan.request.sampled_batches import SampledBatches, Shares
+from pipefit.plan.request.sampled_batches import AllStageShares, SampledBatches
 from pipefit.plan.types import SampleArrangement
 from pipefit.schedule.actions import Schedule
 
@@ -37,7 +37,7 @@ def arranged_samples(
     samples: SampledBatches,
     batch: int,
     arranging: SampleArrangement,
-    shares: Shares,
+    shares: AllStageShares,
     count: int,
     schedule: Schedule | None = None,
 ) -> Ints:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Ints
 from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, SampleIndex
 from pipefit.data.rows import NO_ROW, RowSplit, check_held_out
 from pipefit.errors import DataError
@@ -21,8 +21,6 @@ SAMPLES, PATCHES, LATENTS = "samples", "patches", "latents"
 """The spaces of a multimodal model: token sequences, patches of input images, latent patches of generated images."""
 
 OnLong = Literal["fail", "skip"]
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

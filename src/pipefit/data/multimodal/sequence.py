@@ -6,16 +6,14 @@ from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Ints
 from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, SampleIndex
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import NO_ROW
 
-Ints = NDArray[np.int64]
-
-NONE: frozenset[int] = frozenset()
+NO_SAMPLES: frozenset[int] = frozenset()
 """The empty set: no sample is left out."""
 
 
@@ -47,7 +45,7 @@ class RowSequence(NamedTuple):
     "Positions of the generated latent patches, in order."
 
 
-def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[int] = NONE) -> RowSequence:
+def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[int] = NO_SAMPLES) -> RowSequence:
     """Return the arrays of one row without the samples in `left_out`; NO_ROW is an empty row."""
     sequence = rows.sequence
     tokens_T, labels_T = np.zeros(sequence, dtype=np.int64), np.full(sequence, IGNORE, dtype=np.int64)
@@ -73,7 +71,9 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
     )  # fmt: skip
 
 
-def images_of(index: SampleIndex, rows: SampleRows, row: int, kind: int, left_out: Set[int] = NONE) -> list[ImageUse]:
+def images_of(
+    index: SampleIndex, rows: SampleRows, row: int, kind: int, left_out: Set[int] = NO_SAMPLES
+) -> list[ImageUse]:
     """Return the images of this kind in a row, in order, without the images of samples in `left_out`."""
     images = []
     for sample in samples_of(rows, row, left_out):
@@ -86,7 +86,7 @@ def images_of(index: SampleIndex, rows: SampleRows, row: int, kind: int, left_ou
     return images
 
 
-def samples_of(rows: SampleRows, row: int, left_out: Set[int] = NONE) -> list[int]:
+def samples_of(rows: SampleRows, row: int, left_out: Set[int] = NO_SAMPLES) -> list[int]:
     """Return the index numbers of a row's samples, without the samples in `left_out`."""
     if row == NO_ROW:
         return []

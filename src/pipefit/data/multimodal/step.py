@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipefit.cost.types import Ints
 from pipefit.data.multimodal.arrange import arrange_rows
-from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, Ints, SampleRows
+from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
 from pipefit.data.stepplan import BatchShape, StepPlan, evaluation_plan, step_plan
 from pipefit.plan.types import Plan
 

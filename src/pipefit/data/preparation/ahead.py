@@ -149,7 +149,7 @@ Together = Callable[[list[BrokenImage]], list[BrokenImage]]
 """Maps the broken images found by this device to those found by all devices, the same on every device. All devices call
 it together, once or more per step."""
 
-Key = tuple[int, int]
+StageMicrobatch = tuple[int, int]
 """(stage, microbatch of the stage)."""
 
 
@@ -180,7 +180,7 @@ class StepPrefetcher:
         self._next: int | None = None
         self._asked = self._fed = 0
         self._plans: dict[int, StepPlan] = {}
-        self._requested: dict[int, dict[Key, FeedRequest]] = {}
+        self._requested: dict[int, dict[StageMicrobatch, FeedRequest]] = {}
         self.waited_s: list[float] = []
         "Seconds that the trainer waited for each step."
         self.left_out: frozenset[int] = frozenset()
@@ -220,7 +220,11 @@ class StepPrefetcher:
         return self._agree_on_broken(plan, requested, feeds, f"batch {index + 1} of the evaluation")
 
     def _agree_on_broken(
-        self, plan: StepPlan, requested: dict[Key, FeedRequest], feeds: dict[Key, ModuleArrays], when: str
+        self,
+        plan: StepPlan,
+        requested: dict[StageMicrobatch, FeedRequest],
+        feeds: dict[StageMicrobatch, ModuleArrays],
+        when: str,
     ) -> PreparedStep:
         """Return the step without the left-out samples, once no device finds further broken images.
 
@@ -259,7 +263,7 @@ class StepPrefetcher:
 
     def _take_from_pool(
         self, step: int, pool: WorkerPool
-    ) -> tuple[StepPlan, dict[Key, FeedRequest], dict[Key, ModuleArrays]]:
+    ) -> tuple[StepPlan, dict[StageMicrobatch, FeedRequest], dict[StageMicrobatch, ModuleArrays]]:
         if self._next != step:
             pool.clear()
             self._plans.clear()
@@ -292,7 +296,7 @@ class StepPrefetcher:
             )
             pool.add(("feed", plan.step, *key), request, size_bytes, request.space)
 
-    def _feed_requests(self, plan: StepPlan) -> Iterator[tuple[Key, FeedRequest]]:
+    def _feed_requests(self, plan: StepPlan) -> Iterator[tuple[StageMicrobatch, FeedRequest]]:
         plan = self._without_skipped(plan)
         for stage, space, replica, decode in self.places:
             for microbatch in plan.shape.own_units(stage):

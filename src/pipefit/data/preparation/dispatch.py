@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.data.preparation.executor import Event, Key, TaskFinished, WorkerDied, WorkerReady, WorkerStarting
+from pipefit.data.preparation.executor import (
+    TaskFinished,
+    TaskKey,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+    WorkerStarting,
+)
 from pipefit.errors import DataError, PipefitError
 
 _REMEMBERED = 64
@@ -44,7 +51,7 @@ class StartTask:
     """Instruction: give this task to this worker."""
 
     worker: int
-    key: Key
+    key: TaskKey
     request: Any
 
 
@@ -60,7 +67,7 @@ Instruction = StartTask | KillWorker
 
 @dataclass(slots=True)
 class _PreparationTask:
-    key: Key
+    key: TaskKey
     request: Any
     size_bytes: int
     kind: str
@@ -90,7 +97,7 @@ class TaskDispatcher:
     def __init__(self, limits: DispatchLimits, workers: int) -> None:
         """`workers`: the number of workers when none is being replaced."""
         self.limits, self.counts, self._workers = limits, TaskCounts(), workers
-        self._tasks: dict[Key, _PreparationTask] = {}
+        self._tasks: dict[TaskKey, _PreparationTask] = {}
         self._waiting: deque[_PreparationTask] = deque()
         self._idle: list[int] = []
         self._busy: dict[int, _PreparationTask | None] = {}
@@ -107,17 +114,17 @@ class TaskDispatcher:
         self._deaths = 0
         "Deaths since a worker last became ready or finished a task."
 
-    def add_task(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
+    def add_task(self, key: TaskKey, request: Any, size_bytes: int, kind: str = "") -> None:
         """Append a task. Its duration is predicted from earlier tasks of its `kind`."""
         assert key not in self._tasks, f"task {key} twice"
         task = _PreparationTask(key, request, size_bytes, kind)
         self._tasks[key] = task
         self._waiting.append(task)
 
-    def is_done(self, key: Key) -> bool:
+    def is_done(self, key: TaskKey) -> bool:
         return self._tasks[key].done
 
-    def take_result(self, key: Key) -> Any:
+    def take_result(self, key: TaskKey) -> Any:
         """Return the result of a finished task and free its credits. Raises the task's error."""
         task = self._tasks.pop(key)
         assert task.done, f"task {key} is not done"
@@ -133,7 +140,7 @@ class TaskDispatcher:
         self._busy = dict.fromkeys(self._busy)
         self._used_bytes = 0
 
-    def handle_event(self, event: Event, now_s: float) -> None:
+    def handle_event(self, event: WorkerEvent, now_s: float) -> None:
         """Update the state with an event."""
         if isinstance(event, WorkerStarting):
             self._starting_s[event.worker] = now_s
@@ -257,7 +264,7 @@ class TaskDispatcher:
             task.done, task.result, task.error = True, result, error
 
 
-def _lost_worker_error(key: Key, reason: str, limits: DispatchLimits) -> DataError:
+def _lost_worker_error(key: TaskKey, reason: str, limits: DispatchLimits) -> DataError:
     return DataError(
         "A preparation task has lost its worker every time.",
         where=_describe_key(key),
@@ -268,7 +275,7 @@ def _lost_worker_error(key: Key, reason: str, limits: DispatchLimits) -> DataErr
     )
 
 
-def _failing_task_error(key: Key, error: Exception, limits: DispatchLimits) -> DataError:
+def _failing_task_error(key: TaskKey, error: Exception, limits: DispatchLimits) -> DataError:
     return DataError(
         "A preparation task fails every time.",
         where=_describe_key(key),
@@ -289,7 +296,7 @@ def _no_workers_error(reason: str, deaths: int, limits: DispatchLimits) -> DataE
     )
 
 
-def _describe_key(key: Key) -> str:
+def _describe_key(key: TaskKey) -> str:
     """Describe a task for messages; the keys of `ahead` contain the step."""
     match key:
         case ("step", int(step)):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Key = Hashable
+TaskKey = Hashable
 """The name of a task; tasks start in the order in which they were added."""
 
 
@@ -40,7 +40,7 @@ class TaskFinished:
     """A worker has finished its task and is idle."""
 
     worker: int
-    key: Key
+    key: TaskKey
     result: Any
 
 
@@ -49,7 +49,7 @@ class TaskFailed:
     """A task raised an error; its worker is idle."""
 
     worker: int
-    key: Key
+    key: TaskKey
     error: Exception
 
 
@@ -61,7 +61,7 @@ class WorkerDied:
     reason: str
 
 
-Event = WorkerStarting | WorkerReady | TaskFinished | TaskFailed | WorkerDied
+WorkerEvent = WorkerStarting | WorkerReady | TaskFinished | TaskFailed | WorkerDied
 
 
 class WorkerExecutor(Protocol):
@@ -70,11 +70,11 @@ class WorkerExecutor(Protocol):
     count: int
     "The number of workers when none is being replaced."
 
-    def submit(self, worker: int, key: Key, request: Any) -> None:
+    def submit(self, worker: int, key: TaskKey, request: Any) -> None:
         """Give an idle worker a task. Does not wait."""
         ...
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """Return new events; an empty list after `timeout_s` at the latest, or when `wake` is called."""
         ...
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from pipefit.data.preparation.dispatch import DispatchLimits, KillWorker, StartTask, TaskCounts, TaskDispatcher
-from pipefit.data.preparation.executor import Key, WorkerExecutor
+from pipefit.data.preparation.executor import TaskKey, WorkerExecutor
 
 _TICK_S = 0.1
 """Interval of the checks for late workers when no event arrives."""
@@ -29,18 +29,18 @@ class WorkerPool:
     def counts(self) -> TaskCounts:
         return self._dispatcher.counts
 
-    def add(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
+    def add(self, key: TaskKey, request: Any, size_bytes: int, kind: str = "") -> None:
         """Append a task to the queue. `size_bytes`: approximate size of its result."""
         with self._changed:
             self._dispatcher.add_task(key, request, size_bytes, kind)
         self._executor.wake()
 
-    def is_done(self, key: Key) -> bool:
+    def is_done(self, key: TaskKey) -> bool:
         """Return whether `take` would return without waiting."""
         with self._changed:
             return self._dispatcher.is_done(key)
 
-    def take(self, key: Key) -> Any:
+    def take(self, key: TaskKey) -> Any:
         """Wait for the result of a task and return it, once. Raises the task's error."""
         with self._changed:
             self._changed.wait_for(lambda: self._crash is not None or self._closed or self._dispatcher.is_done(key))

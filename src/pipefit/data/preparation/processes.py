@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipefit.data.preparation.executor import (
-    Event,
     HandlerFactory,
-    Key,
     TaskFailed,
     TaskFinished,
+    TaskKey,
     WorkerDied,
+    WorkerEvent,
     WorkerReady,
     WorkerStarting,
 )
@@ -52,7 +52,7 @@ class ProcessWorkers:
 
     def __init__(self, maker: HandlerFactory, count: int) -> None:
         self._maker, self.count = maker, count
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[WorkerEvent | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._workers: dict[int, _WorkerProcess] = {}
         self._closed = False
@@ -64,15 +64,15 @@ class ProcessWorkers:
         """Worker -> its process id. Safe from any thread."""
         return {number: worker.process.pid for number, worker in tuple(self._workers.items())}
 
-    def submit(self, worker: int, key: Key, request: Any) -> None:
+    def submit(self, worker: int, key: TaskKey, request: Any) -> None:
         if worker in self._workers:
             try:
                 send_object(self._workers[worker].connection, (key, request))
             except OSError:
                 return  # it has just ended; its thread reports that
 
-    def wait(self, timeout_s: float) -> list[Event]:
-        events: list[Event] = []
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = []
         try:
             event = self._events.get(timeout=timeout_s)
             while True:

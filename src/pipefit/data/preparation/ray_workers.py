@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.preparation.executor import (
-    Event,
     HandlerFactory,
-    Key,
     TaskFailed,
     TaskFinished,
+    TaskKey,
     WorkerDied,
+    WorkerEvent,
     WorkerReady,
     WorkerStarting,
 )
@@ -63,7 +63,7 @@ class RayActor:
 @dataclass(slots=True)
 class _ActorCall:
     worker: int
-    key: Key
+    key: TaskKey
 
 
 class RayWorkers:
@@ -83,15 +83,15 @@ class RayWorkers:
         self._numbers = itertools.count()
         self._actors: dict[int, Any] = {}
         self._calls: dict[Any, _ActorCall] = {}
-        self._starting: list[Event] = []
+        self._starting: list[WorkerEvent] = []
         for _ in range(count):
             self._spawn_actor()
 
-    def submit(self, worker: int, key: Key, request: Any) -> None:
+    def submit(self, worker: int, key: TaskKey, request: Any) -> None:
         if worker in self._actors:
             self._calls[self._actors[worker].make.remote(request)] = _ActorCall(worker, key)
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """Return new events. Ray cannot be woken up, so this returns after at most 0.02 s."""
         events, self._starting = self._starting, []
         calls = list(self._calls)
@@ -124,7 +124,7 @@ class RayWorkers:
         self._calls[self._actors[number].ended.remote()] = _ActorCall(number, _ENDED)
         self._starting.append(WorkerStarting(number))
 
-    def _event_of(self, reference: Any) -> Event:
+    def _event_of(self, reference: Any) -> WorkerEvent:
         call = self._calls.pop(reference)
         try:
             result = self._ray.get(reference)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pipefit.model.graph import Shape
 
 Labels = tuple[str | None, ...]
+"""One label per dimension; None if the dimension must not be split."""
 
 
 class SplitLabels(NamedTuple):

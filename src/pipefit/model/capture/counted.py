@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Model, element_count
 
-PASSING = {"cast", "reshape", "mul", "div", "neg"}
+LINEAR_KINDS = {"cast", "reshape", "mul", "div", "neg"}
 """One-input kinds between a sum and the loss: the result is still a sum times a constant."""
 
 
@@ -34,7 +34,7 @@ def loss_divisor(model: Model) -> LossDivisor:
     graph = model.layer_graph(model.layers[-1])
     producers = {name: operator for operator in graph.operators for name in operator.outputs}
     name = graph.outputs[0]
-    while name in producers and producers[name].kind in PASSING and not any(producers[name].inputs[1:]):
+    while name in producers and producers[name].kind in LINEAR_KINDS and not any(producers[name].inputs[1:]):
         name = producers[name].inputs[0]
     last = producers.get(name)
     if last is not None and last.kind == "cross_entropy":

@@ -1,9 +1,9 @@
 """Pattern rewrites that turn the small operators of an export back into operator kinds.
 
-Each pass is a pure function Graph -> Graph in the ordered tuple `PASSES`. Beside the registered kinds a graph under
-lifting may hold `constant` {values}, `pow` {exponent}, `mean` {dim}, `sqrt`, `cos`, `sin`, `expand`, `strided_slice`
-{dim, start, step} and `attention_bhtk` {causal, scale}. If any of them is left afterwards, the layer becomes opaque.
-`lift_rotary.py` handles rotary embeddings.
+Each pass is a pure function Graph -> Graph in the ordered tuple `LIFT_PASSES`. Beside the registered kinds a graph
+under lifting may hold `constant` {values}, `pow` {exponent}, `mean` {dim}, `sqrt`, `cos`, `sin`, `expand`,
+`strided_slice` {dim, start, step} and `attention_bhtk` {causal, scale}. If any of them is left afterwards, the layer
+becomes opaque. `lift_rotary.py` handles rotary embeddings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def lift_graph(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()
     graph = merge_equal_operators(remove_dead(graph))
     for _ in range(2):  # some forms of rotary embeddings match only before reshapes are merged, others only after
         graph = lift_rotary(graph, rotary_candidates)
-        for apply_pass in PASSES:
+        for apply_pass in LIFT_PASSES:
             graph = apply_pass(graph)
     return canonical_names(graph)
 
@@ -267,7 +267,7 @@ def remove_dead(graph: Graph) -> Graph:
     return GraphEditor(graph).build_graph()
 
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (
+LIFT_PASSES: tuple[Callable[[Graph], Graph], ...] = (
     remove_dead,
     remove_casts_of_equal_types,
     merge_reshapes,

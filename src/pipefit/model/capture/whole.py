@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError, PipefitError
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
-from pipefit.model.capture.counted import PASSING
+from pipefit.model.capture.counted import LINEAR_KINDS
 from pipefit.model.capture.cut_layers import cut_layers
 from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch
 from pipefit.model.capture.lift import lift_graph
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-ROLES = {"input_ids": "tokens", "tokens": "tokens", "position_ids": "positions", "positions": "positions",
+NAMED_ROLES = {"input_ids": "tokens", "tokens": "tokens", "position_ids": "positions", "positions": "positions",
          "labels": "labels"}  # fmt: skip
 """Common names of inputs that the step plan gives -> their role."""
 
@@ -225,7 +225,7 @@ def input_tensors(example: Example) -> dict[str, TensorSpec]:
     for name, value in example.inputs.items():
         if not isinstance(value, torch.Tensor):
             continue
-        role: Any = example.roles.get(name, ROLES.get(name, "data"))
+        role: Any = example.roles.get(name, NAMED_ROLES.get(name, "data"))
         fits = value.dtype == torch.int64 and (value.dim() == 2 or role == "labels")
         role_used = any(tensor.role == role for tensor in specs.values())
         role = role if fits and not role_used else "data"
@@ -307,7 +307,7 @@ def _check_loss(graph: Graph, means: set[str]) -> None:
     while (
         name in producers
         and name not in means
-        and producers[name].kind in PASSING
+        and producers[name].kind in LINEAR_KINDS
         and not any(producers[name].inputs[1:])
     ):
         name = producers[name].inputs[0]

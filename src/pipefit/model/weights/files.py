@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 
-Box = Sequence[tuple[int, int]]
+ParameterBox = Sequence[tuple[int, int]]
 """Half-open range of each dimension of a parameter."""
 
 PREFIXES = ("model", "transformer", "vit", "vision_model")
@@ -54,7 +54,7 @@ class WeightFiles:
         """Names of the tensors in the files."""
         return tuple(self._where)
 
-    def read(self, name: str, shape: Sequence[int], box: Box | None = None) -> Tensor:
+    def read(self, name: str, shape: Sequence[int], box: ParameterBox | None = None) -> Tensor:
         """Return the parameter with that global name and shape, or a box of it, on the CPU in the dtype of the file.
 
         Raises ModelError if a tensor is missing or has another shape.
@@ -91,7 +91,7 @@ class WeightFiles:
         known = (name, plain, *(f"{prefix}.{name}" for prefix in PREFIXES))
         return next((item for item in known if item in self._where), None)
 
-    def _read_part(self, block: WeightTensor, name: str, shape: Sequence[int], box: Box) -> Tensor:
+    def _read_part(self, block: WeightTensor, name: str, shape: Sequence[int], box: ParameterBox) -> Tensor:
         spelled = self._find_spelling(block.name)
         if spelled is None:
             near = most_like(block.name, self._where)
@@ -184,7 +184,7 @@ def save_weights(
     return paths
 
 
-def _box_index(box: Box) -> tuple[slice, ...]:
+def _box_index(box: ParameterBox) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
@@ -205,7 +205,7 @@ def _as_index(block: WeightTensor) -> tuple[Any, ...]:
 
 
 def _overlap_box(
-    block: WeightTensor, shape: Sequence[int], box: Box
+    block: WeightTensor, shape: Sequence[int], box: ParameterBox
 ) -> tuple[tuple[Any, ...] | None, list[Any], list[int]]:
     """(index of the block's part in the box, ranges within the block, shape of the block); None if they do not
     overlap."""

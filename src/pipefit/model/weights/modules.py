@@ -14,18 +14,18 @@ from pipefit.errors import ModelError
 from pipefit.model.families.build import typed_config
 from pipefit.model.families.multimodal.config import MultimodalConfig
 from pipefit.model.registry import read_json
-from pipefit.model.weights.files import Box, WeightFiles
+from pipefit.model.weights.files import ParameterBox, WeightFiles
 
-PARTS = ("vision", "language")
+WEIGHT_MODULES = ("vision", "language")
 """Modules that can have a directory."""
 
-Read = Callable[[str, Sequence[int], Box], Any]
+ReadParameter = Callable[[str, Sequence[int], ParameterBox], Any]
 """(global name, shape, box) -> that part of the parameter, a tensor."""
 
 
 def is_parts_text(text: str) -> bool:
     """Return whether `text` has the form `vision=DIR` instead of being one directory of a complete model."""
-    return any(text.startswith(f"{part}=") for part in PARTS)
+    return any(text.startswith(f"{part}=") for part in WEIGHT_MODULES)
 
 
 def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
@@ -33,18 +33,20 @@ def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
     directories: dict[str, Path] = {}
     for item in text.split(","):
         part, equal, directory = item.partition("=")
-        if not equal or not directory or part not in PARTS or part in directories:
+        if not equal or not directory or part not in WEIGHT_MODULES or part in directories:
             raise ModelError(
                 "The directories of module weights are written wrongly.",
                 where=where,
                 seen=item,
-                allowed=" and ".join(f"{part}=DIR" for part in PARTS) + ", each once, with a comma between",
+                allowed=" and ".join(f"{part}=DIR" for part in WEIGHT_MODULES) + ", each once, with a comma between",
             )
         directories[part] = Path(directory)
     return directories
 
 
-def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, Any], otherwise: Read) -> Read:
+def module_weights(
+    parts: Mapping[str, Path], family: str, config: Mapping[str, Any], otherwise: ReadParameter
+) -> ReadParameter:
     """Return a function that reads parameters from the directories of modules, and all others from `otherwise`.
 
     Raises ModelError if the model has no such module, the directory has another configuration, or weights are missing.
@@ -58,12 +60,12 @@ def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, 
                 "The model has no such module to give weights to.",
                 where="--weights",
                 seen=f"{part}={directory}",
-                allowed=", ".join(name for name in PARTS if getattr(typed, name, None)) or "one directory",
+                allowed=", ".join(name for name in WEIGHT_MODULES if getattr(typed, name, None)) or "one directory",
             )
         _check_same_config(part, directory, typed)
         files[part] = WeightFiles(directory, family, config, inner)
 
-    def read_parameter(name: str, shape: Sequence[int], box: Box) -> Any:
+    def read_parameter(name: str, shape: Sequence[int], box: ParameterBox) -> Any:
         part, _, inner = name.partition(".")
         if part not in files or name.startswith("vision.projector."):
             return otherwise(name, shape, box)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipefit.model.graph import Model
-from pipefit.optimizers.sharded_state import ShardedState, effective_state
+from pipefit.optimizers.sharded_state import ShardedState, effective_state, shards_optimizer
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
 from pipefit.plan.assemble.shard_programs import LayerProgram, ProgramCache, sharding_key
 from pipefit.plan.assemble.structure import (
@@ -167,7 +167,7 @@ def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache)
         stage_indices = [index for index, stage in enumerate(parts.stages) if stage.module == module.name]
         stages = [parts.stages[index] for index in stage_indices]
         states = [parts.sharded_state[index] for index in stage_indices]
-        split: ShardedState = next((state for state in states if state != "none"), "none")
+        split: ShardedState = next(filter(shards_optimizer, states), "none")
         for parameter in make_parameters(module, stages, parts.groups, programs, split):
             parameters.append(
                 replace(

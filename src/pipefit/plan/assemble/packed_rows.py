@@ -14,10 +14,10 @@ from itertools import accumulate, chain
 
 import numpy as np
 
+from pipefit.cost.types import Ints
 from pipefit.layout import Mesh, Run, split_by_shares
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.image_split import image_runs, token_runs
-from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.types import Divide, SampleSpace, Stage
 
 CONDITIONS: Mapping[str, str] = {"I": "patches", "L": "latents"}

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import prod
 
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
-from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
+from pipefit.cost.work import EdgeWork, Message, PipelineWork, StageWork, TiedWork
 from pipefit.layout import (
     IDENTITY,
     Mesh,
@@ -40,8 +40,6 @@ from pipefit.plan.assemble.shard_programs import (
 from pipefit.plan.request.expert_parts import splits_rows
 from pipefit.plan.types import Edge, EdgeTransfer, Job, MeshPlan, Plan, SampleSpace, Stage
 from pipefit.schedule.actions import RoundRobin
-
-Message = tuple[int, int, float]
 
 PAIRS = 256
 """Device pairs of two groups above which only the messages of the largest microbatch are computed; the rest are scaled

@@ -29,7 +29,7 @@ from pipefit.simulate import Timeline, simulate_schedule
 from pipefit.simulate.memory import MemoryCurve
 from pipefit.units import format_seconds
 
-APART = (
+DOCUMENTS_NOTE = (
     "documents: kept apart; attention is costed as if they were joined, without skipping hidden keys: an upper bound"
 )
 
@@ -142,7 +142,7 @@ def add_prediction(plan: Plan, model: Model, simulation: PlanSimulation, lower_b
         lanes=lanes,
         lower_bound_s=lower_bound_s,
         binds=describe_critical_path(timeline, plan.stages),
-        assumptions=(*simulation.costs.notes, *([APART] if plan.job.documents == "apart" else [])),
+        assumptions=(*simulation.costs.notes, *([DOCUMENTS_NOTE] if plan.job.documents == "apart" else [])),
     )
     return replace(plan, prediction=prediction)
 

@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipefit.cost.types import CostTable
+from pipefit.cost.types import CostTable, Ints
 from pipefit.errors import ScheduleError
-from pipefit.plan.bounds.step_bounds import Ints, order_floor_bytes
+from pipefit.plan.bounds.step_bounds import order_floor_bytes
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.families import FAMILIES, ScheduleFamily
 from pipefit.schedule.problem import ScheduleProblem

@@ -16,14 +16,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipefit.cost.types import Array, CostTable
 from pipefit.plan.bounds.sliced_bounds import sliced_bound_s
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.families import family_facts
-
-Ints = NDArray[np.int64]
 
 
 def min_in_flight(schedule: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.work import Recompute
+from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.devices.device_kinds import Pattern, assign_devices
-from pipefit.plan.devices.fleet import DeviceFleet, Runs
+from pipefit.plan.devices.fleet import DeviceFleet, KindRuns
 from pipefit.plan.request.decisions import Inner, ParallelConfig, Sharding
 from pipefit.plan.request.expert_parts import program_key
 
@@ -55,7 +55,7 @@ class CandidateGrid:
     slices: tuple[tuple[int, ...], ...] = ()
     "Tokens of each slice, for each of the counts; empty: sequences are not sliced."
     fleet: DeviceFleet | None = None
-    runs: tuple[Runs, ...] = ()
+    runs: tuple[KindRuns, ...] = ()
     "Kinds of every lane's replicas in the pattern."
     _devices: dict[str, ParallelConfig] = field(default_factory=dict, compare=False)
 
@@ -138,7 +138,7 @@ class CandidateGrid:
         assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
         return assign_devices(self.pattern, inner, self.fleet.devices, self.context * self.shard_devices)
 
-    def lane_runs(self) -> Sequence[Runs]:
+    def lane_runs(self) -> Sequence[KindRuns]:
         """Return the kinds of every lane's replicas. A grid without a pattern has a single `inner`."""
         assert self.fleet is not None
         if self.pattern is None:
@@ -167,8 +167,8 @@ Cells = NDArray[np.float64]
 broadcasts to it."""
 
 
-def broadcast_cells(figure: Any, panel: CandidateGrid) -> Cells:
+def broadcast_cells(figure: Any, grid: CandidateGrid) -> Cells:
     """Return a flat array over the candidates of a grid; trailing dimensions that `figure` lacks are broadcast."""
     array = np.asarray(figure, dtype=np.float64)
     padded = array.reshape(array.shape + (1,) * (4 - array.ndim))
-    return np.broadcast_to(padded, panel.grid_shape).ravel()
+    return np.broadcast_to(padded, grid.grid_shape).ravel()

@@ -16,7 +16,8 @@ import numpy as np
 
 from pipefit.cost.portable import whole_power
 from pipefit.cost.types import Array
-from pipefit.cost.work import COMPLETE_STATE, Recompute, StageWork, StateShare, state_share
+from pipefit.cost.work import COMPLETE_STATE, StageWork, StateShare, state_share
+from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers.sharded_state import shards_gradients
 from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, peak_in_flight
 from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
@@ -27,7 +28,7 @@ from pipefit.plan.candidates.slicings import SequenceSlicer
 from pipefit.plan.candidates.traffic_bounds import NO_TRAFFIC, ModuleTraffic, TrafficBounds, hidden_s
 from pipefit.plan.cutting.cutter import LayerCutter, ShardProgram
 from pipefit.plan.cutting.rows import LayerRow
-from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
+from pipefit.plan.devices.fleet import KindRows, KindRuns, pairs_of
 from pipefit.plan.request.constraints import NO_CONSTRAINTS
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.expert_parts import program_row_parts
@@ -48,7 +49,7 @@ class LowerBounds:
         self._known: dict[tuple[tuple[int, ...], ...], LayerBounds] = {}
         self._stacks: dict[object, BoundsStack] = {}
         self._statics: dict[tuple[StateShare, ShardProgram], Array] = {}
-        self._counted: dict[object, tuple[CandidateGrid, Mapping[Runs, int]]] = {}
+        self._counted: dict[object, tuple[CandidateGrid, Mapping[KindRuns, int]]] = {}
         "Number of lanes by their kinds of replicas; the grid is kept so that the `id` in the key stays unique."
         self._counts: dict[int, tuple[CandidateGrid, object]] = {}
         "`id` of a grid's counts -> a key by which counts are compared; the grid is kept so that the `id` stays unique."
@@ -56,32 +57,32 @@ class LowerBounds:
         self.traffic = TrafficBounds(cutter, job)
         self._traffic: dict[object, tuple[CandidateGrid, list[list[ModuleTraffic]]]] = {}
         "Collectives by the layout of a grid; the grid is kept so that the `id` in the key stays unique."
-        self._near: dict[tuple[frozenset[Pair], Recompute, ShardProgram], LayerRow] = {}
+        self._near: dict[tuple[frozenset[KindRows], Recompute, ShardProgram], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
         "Rows of slices; the stage is kept alive because the key holds its `id`."
         self._shares: dict[int, float] = {}
         "`id` of a sliced row -> the smallest part of a layer's time that its first slice takes."
 
-    def bound_grid(self, panel: CandidateGrid) -> GridBounds:
+    def bound_grid(self, grid: CandidateGrid) -> GridBounds:
         """Return the bounds of all candidates of a grid."""
-        stack, lanes = self._lane_stack(panel)
-        return self._bound_stack([panel], stack, [lanes])
+        stack, lanes = self._lane_stack(grid)
+        return self._bound_stack([grid], stack, [lanes])
 
     def bound_batches(self, space: Sequence[CandidateGrid]) -> Iterator[tuple[list[int], GridBounds]]:
         """Yield (indices in `space`, bounds) of grids that differ only in their lanes."""
-        stacks = [self._lane_stack(panel) for panel in space]
+        stacks = [self._lane_stack(grid) for grid in space]
         alike: dict[object, list[int]] = {}
-        for index, (panel, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
-            state = panel.sharded_state, panel.state_group
-            key = (id(stack), panel.names, panel.inner, state, panel.slices, panel.program)
+        for index, (grid, (stack, _)) in enumerate(zip(space, stacks, strict=True)):
+            state = grid.sharded_state, grid.state_group
+            key = (id(stack), grid.names, grid.inner, state, grid.slices, grid.program)
             alike.setdefault(key, []).append(index)
         for places in alike.values():
             lanes = [stacks[index][1] for index in places]
             yield places, self._bound_stack([space[index] for index in places], stacks[places[0]][0], lanes)
 
-    def _bound_stack(self, panels: Sequence[CandidateGrid], stack: BoundsStack, lanes: Sequence[Array]) -> GridBounds:
+    def _bound_stack(self, grids: Sequence[CandidateGrid], stack: BoundsStack, lanes: Sequence[Array]) -> GridBounds:
         """Return the bounds of grids with one stack. `lanes` holds each grid's number of lanes of every class."""
-        panel, lane_counts = panels[0], np.array(lanes)
+        grid, lane_counts = grids[0], np.array(lanes)
         speeds = np.zeros((len(stack.rates), len(lane_counts), *stack.rates.shape[2:]))
         for number in range(lane_counts.shape[1]):
             speeds += stack.rates[:, number][:, None] * lane_counts[:, number][:, None, None]
@@ -89,72 +90,70 @@ class LowerBounds:
         static = [
             [
                 [
-                    self._layer_static_bytes(
-                        state_share(state, (1,) * panel.state_group or shares * panel.context), panel
-                    )
-                    for state in panel.sharded_state
+                    self._layer_static_bytes(state_share(state, (1,) * grid.state_group or shares * grid.context), grid)
+                    for state in grid.sharded_state
                 ]
             ]
-            for _, shares in panel.counts
+            for _, shares in grid.counts
         ]
         return GridBounds(
-            panels=tuple(panels),
+            grids=tuple(grids),
             stack=stack,
             lane_s=lane_s,
             lane_forward_s=forward,
             lane_backward_s=backward,
             layer_static_bytes=np.array(static),
             lanes=lane_counts,
-            turns=np.array([grid.stages_per_lane for grid in panels], dtype=float)[:, None, None],
-            count=np.array([count for count, _ in panel.counts], dtype=float)[:, None],
-            slices=np.array([len(cut) for cut in panel.slices] or [1] * len(panel.counts), dtype=float)[:, None],
+            turns=np.array([grid.stages_per_lane for grid in grids], dtype=float)[:, None, None],
+            count=np.array([count for count, _ in grid.counts], dtype=float)[:, None],
+            slices=np.array([len(cut) for cut in grid.slices] or [1] * len(grid.counts), dtype=float)[:, None],
         )
 
-    def _lane_stack(self, panel: CandidateGrid) -> tuple[BoundsStack, Array]:
+    def _lane_stack(self, grid: CandidateGrid) -> tuple[BoundsStack, Array]:
         """Return the stack of a grid, and its number of lanes of every class."""
-        in_hosts = self.cutter.fleet.fills_hosts(panel.shard_devices)
-        if not in_hosts or any(len(recompute) > 1 for recompute in panel.recompute):
-            floors, lanes = self._bounds_per_stage(panel)
+        in_hosts = self.cutter.fleet.fills_hosts(grid.shard_devices)
+        if not in_hosts or any(len(recompute) > 1 for recompute in grid.recompute):
+            floors, lanes = self._bounds_per_stage(grid)
             return stack_bounds(floors), lanes
-        counted = self._lanes_by_runs(panel)
-        key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices, panel.program)
+        counted = self._lanes_by_runs(grid)
+        key = (grid.recompute, tuple(counted), self._counts_key(grid), grid.slices, grid.program)
         if key not in self._stacks:
-            rows_by_count = [self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts]
-            even = all(max(shares) == 1 for _, shares in panel.counts)
+            rows_by_count = [self.cutter.rows_of(self.job, count, shares) for count, shares in grid.counts]
+            even = all(max(shares) == 1 for _, shares in grid.counts)
             floors = [
                 [
                     self._class_bounds(
-                        [(self._layer_row(runs, rows, recompute[0], even, panel.program, cut),) for runs in counted]
+                        [(self._layer_row(runs, rows, recompute[0], even, grid.program, cut),) for runs in counted]
                     )
-                    for recompute in panel.recompute
+                    for recompute in grid.recompute
                 ]
-                for rows, cut in zip(rows_by_count, panel.slices or [()] * len(rows_by_count), strict=True)
+                for rows, cut in zip(rows_by_count, grid.slices or [()] * len(rows_by_count), strict=True)
             ]
             self._stacks[key] = stack_bounds(floors)
         return self._stacks[key], np.array([*counted.values()], dtype=float)
 
-    def _lanes_by_runs(self, panel: CandidateGrid) -> Mapping[Runs, int]:
+    def _lanes_by_runs(self, grid: CandidateGrid) -> Mapping[KindRuns, int]:
         """Return the number of lanes with each combination of kinds of replicas."""
         key: object = (
-            id(panel.runs)
-            if panel.pattern is not None
-            else (panel.lanes, panel.replica_count, panel.inner[0], panel.shard_devices)
+            id(grid.runs)
+            if grid.pattern is not None
+            else (grid.lanes, grid.replica_count, grid.inner[0], grid.shard_devices)
         )
         if key not in self._counted:
-            self._counted[key] = panel, Counter(panel.lane_runs())
+            self._counted[key] = grid, Counter(grid.lane_runs())
         return self._counted[key][1]
 
-    def _counts_key(self, panel: CandidateGrid) -> object:
+    def _counts_key(self, grid: CandidateGrid) -> object:
         """Return a key that is equal for equal counts; cheaper to compare than the shares of a thousand replicas."""
-        if id(panel.counts) not in self._counts:
-            even = all(max(shares) == 1 for _, shares in panel.counts)
-            key = (panel.replica_count, tuple(count for count, _ in panel.counts)) if even else panel.counts
-            self._counts[id(panel.counts)] = panel, key
-        return self._counts[id(panel.counts)][1]
+        if id(grid.counts) not in self._counts:
+            even = all(max(shares) == 1 for _, shares in grid.counts)
+            key = (grid.replica_count, tuple(count for count, _ in grid.counts)) if even else grid.counts
+            self._counts[id(grid.counts)] = grid, key
+        return self._counts[id(grid.counts)][1]
 
     def _layer_row(
         self,
-        runs: Runs,
+        runs: KindRuns,
         rows: tuple[int, ...],
         recompute: Recompute,
         even: bool,
@@ -197,7 +196,7 @@ class LowerBounds:
         if not floor.is_fused:
             return least
         total, single = stack.forward_s + stack.backward_s, floor.turns == 1
-        if floor.panels[0].slices:
+        if floor.grids[0].slices:
             if floor.is_uniform and single.any():
                 shared_s = first_share_bound_s(total, stack.first_share, count, depth)
                 least = np.where(single, np.maximum(least, shared_s), least)
@@ -208,13 +207,13 @@ class LowerBounds:
             least = np.where(single, np.maximum(least, total / (1 - whole_power(1 - 1 / count, depth))), least)
         return least
 
-    def memory_fractions(self, panel: CandidateGrid) -> Array:
+    def memory_fractions(self, grid: CandidateGrid) -> Array:
         """Return the memory of all layers divided by the memory of all lanes: [schedule, microbatches, recomputation,
         sharded state].
 
         Layers are assumed to be divided evenly, with every lane as full as the fullest.
         """
-        floor = self.bound_grid(panel)
+        floor = self.bound_grid(grid)
         fractions: Array = self._memory_demand(floor)[0] / float(floor.memory_bytes[0])
         return fractions
 
@@ -227,15 +226,15 @@ class LowerBounds:
         u_l times the limits; u is the inverse of the need of all layers on the lane. None for lanes of several
         classes and for slices.
         """
-        if not floor.is_uniform or floor.panels[0].slices:
+        if not floor.is_uniform or floor.grids[0].slices:
             return None
         static, saved = floor.layer_static_bytes, floor.stack.layer_saved_bytes[:, :, None]
         limit = float(floor.stack.limit_bytes[0])
         fractions = []
-        for panel in floor.panels:
+        for grid in floor.grids:
             by_schedule = []
-            for name in panel.names:
-                held = self._lanes_held(name, panel)[..., None, None, None]
+            for name in grid.names:
+                held = self._lanes_held(name, grid)[..., None, None, None]
                 lane_bytes = static.sum(axis=-1) + held[..., 0] * saved.sum(axis=-1)
                 capacity = limit * (1.0 / lane_bytes).sum(axis=0)
                 ends = [held.min(axis=0), held.max(axis=0)]
@@ -244,14 +243,14 @@ class LowerBounds:
             fractions.append(np.stack(by_schedule))
         return np.stack(fractions)
 
-    def _lanes_held(self, name: str, panel: CandidateGrid) -> Array:
+    def _lanes_held(self, name: str, grid: CandidateGrid) -> Array:
         """Return [lane, microbatches]: the microbatches that a lane certainly holds of each of its stages."""
-        if panel.stages_per_lane > 1:
-            return np.ones((panel.lanes, len(panel.counts)))
-        counts = tuple(count for count, _ in panel.counts)
-        key = (name, panel.placement, counts)
+        if grid.stages_per_lane > 1:
+            return np.ones((grid.lanes, len(grid.counts)))
+        counts = tuple(count for count, _ in grid.counts)
+        key = (name, grid.placement, counts)
         if key not in self._flights:
-            self._flights[key] = np.array([min_in_flight(name, panel.placement, m) for m in counts], dtype=float).T
+            self._flights[key] = np.array([min_in_flight(name, grid.placement, m) for m in counts], dtype=float).T
         return self._flights[key]
 
     def guesses_s(self, floor: GridBounds) -> Array:
@@ -263,7 +262,7 @@ class LowerBounds:
         held = self._held_microbatches(floor)
         idle = [
             family_facts(name).idle_s(floor.lane_count, held[:, which], f, i, w)
-            for which, name in enumerate(floor.panels[0].names)
+            for which, name in enumerate(floor.grids[0].names)
         ]
         filled_s, lack = fill_lanes(floor, self._memory_demand(floor))
         more_s = self._lane_state_s(floor) - (floor.lane_forward_s + floor.lane_backward_s)[..., None, None]
@@ -280,13 +279,13 @@ class LowerBounds:
         """
         least = self.bound_s(floor)[..., None, None]
         if not floor.is_uniform:
-            return np.broadcast_to(least, (*least.shape[:3], *floor.panels[0].grid_shape[2:]))
+            return np.broadcast_to(least, (*least.shape[:3], *floor.grids[0].grid_shape[2:]))
         return np.maximum(least, floor.count[..., None, None] * self._lane_state_s(floor))
 
     def _lane_state_s(self, floor: GridBounds) -> Array:
         """Return the seconds of the busiest lane per microbatch with an equal part of the collectives of ZeRO-2 and
         ZeRO-3, which every slice repeats; axes as in `state_bounds_s`."""
-        figures = np.array([self._panel_traffic(panel) for panel in floor.panels])[:, None, None]
+        figures = np.array([self._panel_traffic(grid) for grid in floor.grids])[:, None, None]
         lanes, slices = floor.lane_count[..., None, None], floor.slices[..., None, None]
         gather_s, reduce_s, overlap = np.moveaxis(figures, -1, 0)
         gather_s, reduce_s = gather_s / lanes * slices, reduce_s / lanes * slices
@@ -294,20 +293,20 @@ class LowerBounds:
         spent_s: Array = hidden_s(forward_s, gather_s, overlap) + hidden_s(backward_s, gather_s + reduce_s, overlap)
         return spent_s
 
-    def _panel_traffic(self, panel: CandidateGrid) -> list[list[ModuleTraffic]]:
+    def _panel_traffic(self, grid: CandidateGrid) -> list[list[ModuleTraffic]]:
         """Return the collectives of the candidates of a grid: [sharded state][inner]."""
-        if not any(map(shards_gradients, panel.sharded_state)):
-            return [[NO_TRAFFIC] * len(panel.inner)] * len(panel.sharded_state)
-        pattern, program = None if panel.pattern is None else id(panel), panel.program
-        layout = panel.replica_count, panel.context, panel.state_group, panel.lanes
-        key = layout, program, panel.inner, panel.sharded_state, pattern
+        if not any(map(shards_gradients, grid.sharded_state)):
+            return [[NO_TRAFFIC] * len(grid.inner)] * len(grid.sharded_state)
+        pattern, program = None if grid.pattern is None else id(grid), grid.program
+        layout = grid.replica_count, grid.context, grid.state_group, grid.lanes
+        key = layout, program, grid.inner, grid.sharded_state, pattern
         if key not in self._traffic:
-            layouts = [panel.decisions_at(inner) for inner in range(len(panel.inner))]
+            layouts = [grid.decisions_at(inner) for inner in range(len(grid.inner))]
             traffic = [
                 [self.traffic.module_traffic(replace(decisions, sharded_state=state)) for decisions in layouts]
-                for state in panel.sharded_state
+                for state in grid.sharded_state
             ]
-            self._traffic[key] = panel, traffic
+            self._traffic[key] = grid, traffic
         return self._traffic[key][1]
 
     def _memory_demand(self, floor: GridBounds) -> Array:
@@ -322,19 +321,19 @@ class LowerBounds:
     def _held_microbatches(self, floor: GridBounds) -> Array:
         """Return the microbatches (or slices) of a stage held on the fullest lane: [grid, schedule, microbatches,
         1]."""
-        return np.stack([self._in_flight_of(panel) for panel in floor.panels])
+        return np.stack([self._in_flight_of(grid) for grid in floor.grids])
 
-    def _in_flight_of(self, panel: CandidateGrid) -> Array:
-        key = (panel.names, panel.placement, panel.unit_counts)
+    def _in_flight_of(self, grid: CandidateGrid) -> Array:
+        key = (grid.names, grid.placement, grid.unit_counts)
         if key not in self._flights:
             held = [
-                [peak_in_flight(name, panel.placement, unit_count) for unit_count in panel.unit_counts]
-                for name in panel.names
+                [peak_in_flight(name, grid.placement, unit_count) for unit_count in grid.unit_counts]
+                for name in grid.names
             ]
             self._flights[key] = np.array(held, dtype=float)[:, :, None]
         return self._flights[key]
 
-    def _bounds_per_stage(self, panel: CandidateGrid) -> tuple[list[list[LayerBounds]], Array]:
+    def _bounds_per_stage(self, grid: CandidateGrid) -> tuple[list[list[LayerBounds]], Array]:
         """Return the bounds of a grid whose stages differ in more than kinds, from the rows of every stage.
 
         Lanes are of one class if they are alike in all candidates of the grid.
@@ -342,11 +341,11 @@ class LowerBounds:
         classes_by_count = [
             [
                 self._lane_classes(
-                    panel.decisions_at(int(np.ravel_multi_index((which, recompute_index, 0, 0), panel.grid_shape)))
+                    grid.decisions_at(int(np.ravel_multi_index((which, recompute_index, 0, 0), grid.grid_shape)))
                 )
-                for recompute_index in range(len(panel.recompute))
+                for recompute_index in range(len(grid.recompute))
             ]
-            for which in range(len(panel.counts))
+            for which in range(len(grid.counts))
         ]
         members: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for lane in range(len(classes_by_count[0][0])):
@@ -392,8 +391,8 @@ class LowerBounds:
             )
         return self._known[key]
 
-    def _layer_static_bytes(self, share: StateShare, panel: CandidateGrid) -> Array:
-        key = (share, panel.program)
+    def _layer_static_bytes(self, share: StateShare, grid: CandidateGrid) -> Array:
+        key = (share, grid.program)
         if key not in self._statics:
-            self._statics[key] = self.cutter.layer_static_bytes(self.job, share, *panel.program)
+            self._statics[key] = self.cutter.layer_static_bytes(self.job, share, *grid.program)
         return self._statics[key]

@@ -67,7 +67,7 @@ class GridBounds:
     """Bounds of grids that differ only in their lanes: [grid, microbatches, recomputation], or arrays that broadcast to
     it."""
 
-    panels: tuple[CandidateGrid, ...]
+    grids: tuple[CandidateGrid, ...]
     stack: BoundsStack
     lane_s: Array
     "Time of the busiest lane of an even cut."
@@ -98,7 +98,7 @@ class GridBounds:
     @property
     def is_fused(self) -> bool:
         """True if every backward of the schedules is a B."""
-        return family_facts(self.panels[0].names[0]).fused
+        return family_facts(self.grids[0].names[0]).fused
 
     @property
     def lane_count(self) -> Array:

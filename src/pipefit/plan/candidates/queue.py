@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipefit.cost.pipeline.contention import PipelineCosts
-from pipefit.cost.types import Array, CostTable
+from pipefit.cost.types import Array, CostTable, Ints
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton
-from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.candidates.grid import CandidateGrid, broadcast_cells
 from pipefit.plan.candidates.grid_bounds import LowerBounds
 from pipefit.plan.request.decisions import ParallelConfig
 
-HOPELESS = 2.5
+MAX_MEMORY_FRACTION = 2.5
 """Candidates that need more than this many times their memory are not tried. The count takes every lane as the
 fullest."""
 
@@ -67,7 +66,7 @@ def build_queues(floors: LowerBounds, space: Sequence[CandidateGrid]) -> list[Ca
             grid_guesses = None if guesses is None else guesses[batch_index]
             grid_needs = None if needs is None else needs[batch_index]
             queues[index] = CandidateQueue(
-                floor.panels[batch_index], keys[batch_index], bounds[batch_index], grid_guesses, grid_needs, both
+                floor.grids[batch_index], keys[batch_index], bounds[batch_index], grid_guesses, grid_needs, both
             )
     return [queues[index] for index in range(len(space))]
 
@@ -83,14 +82,14 @@ class CandidateQueue:
 
     def __init__(
         self,
-        panel: CandidateGrid,
+        grid: CandidateGrid,
         keys: Array,
         bounds: Array,
         guesses: Array | None,
         needs: Array | None,
         least: tuple[float, float],
     ) -> None:
-        self.panel = panel
+        self.grid = grid
         self.key_s, self.bound_s = least
         self._figures = keys, bounds, guesses
         self._needs = needs
@@ -101,36 +100,36 @@ class CandidateQueue:
         """Number of candidates without a cut that fits, each schedule counted separately."""
         if self._needs is None:
             return 0
-        able = np.array([[units >= least for units in self.panel.unit_counts] for least in self.panel.least])
+        able = np.array([[units >= least for units in self.grid.unit_counts] for least in self.grid.least])
         lacking = (self._needs > FULL) & able[:, :, None, None]
-        return int(np.broadcast_to(lacking, self._needs.shape).sum()) * len(self.panel.inner)
+        return int(np.broadcast_to(lacking, self._needs.shape).sum()) * len(self.grid.inner)
 
     def leanest_ruled_out(self, below_s: float) -> tuple[float, ParallelConfig] | None:
         """Return (bound, candidate) of the candidate without a cut that fits and with the smallest bound of its memory,
         among those whose bound of the step is below this; None if there is none."""
         if self._needs is None:
             return None
-        able = np.array([[units >= least for units in self.panel.unit_counts] for least in self.panel.least])
+        able = np.array([[units >= least for units in self.grid.unit_counts] for least in self.grid.least])
         bounds = np.broadcast_to(self._figures[1][..., 0], self._needs.shape[1:])
         listed = (self._needs > FULL) & able[:, :, None, None] & (bounds < below_s)
         if not listed.any():
             return None
         best = int(np.where(listed, self._needs, np.inf).argmin())
         schedule, *cell = (int(position) for position in np.unravel_index(best, self._needs.shape))
-        index = int(np.ravel_multi_index((*cell, 0), self.panel.grid_shape))
-        decisions = replace(self.panel.decisions_at(index), schedule=self.panel.names[schedule])
+        index = int(np.ravel_multi_index((*cell, 0), self.grid.grid_shape))
+        decisions = replace(self.grid.decisions_at(index), schedule=self.grid.names[schedule])
         return float(bounds[tuple(cell)]), decisions
 
     @property
     def _ordered_indices(self) -> Ints:
         if self._left is None:
             keys, bounds, guesses = self._figures
-            self._bound_s, self._keys = broadcast_cells(bounds, self.panel), broadcast_cells(keys, self.panel)
-            named = zip(self.panel.names, guesses if guesses is not None else (), strict=False)
-            self._guess_s = {name: broadcast_cells(guess, self.panel) for name, guess in named}
-            needs = self._needs if self._needs is not None else np.zeros((len(self.panel.names), 1))
-            by_schedule = zip(self.panel.names, needs, strict=True)
-            self._may_fit = {name: broadcast_cells(need, self.panel) <= FULL for name, need in by_schedule}
+            self._bound_s, self._keys = broadcast_cells(bounds, self.grid), broadcast_cells(keys, self.grid)
+            named = zip(self.grid.names, guesses if guesses is not None else (), strict=False)
+            self._guess_s = {name: broadcast_cells(guess, self.grid) for name, guess in named}
+            needs = self._needs if self._needs is not None else np.zeros((len(self.grid.names), 1))
+            by_schedule = zip(self.grid.names, needs, strict=True)
+            self._may_fit = {name: broadcast_cells(need, self.grid) <= FULL for name, need in by_schedule}
             self._sort_remaining(np.flatnonzero(np.logical_or.reduce([*self._may_fit.values()])))
         assert self._left is not None
         return self._left
@@ -185,7 +184,7 @@ class CandidateQueue:
 
     def _decisions_at(self, index: int) -> Iterator[ParallelConfig]:
         """Yield the candidates with this flat index that may fit, one for each schedule."""
-        by_schedule = self.panel.decisions_by_schedule(index)
+        by_schedule = self.grid.decisions_by_schedule(index)
         return (decisions for decisions in by_schedule if self._may_fit[decisions.schedule][index])
 
 
@@ -195,18 +194,18 @@ QueueEntry = CandidateQueue | SearchCandidate
 
 def leanest_first(floors: LowerBounds, space: Sequence[CandidateGrid]) -> Iterator[ParallelConfig]:
     """Yield the candidates of these grids by the estimated fraction of memory they need, smallest first, up to
-    HOPELESS."""
+    MAX_MEMORY_FRACTION."""
     fills, sizes = [], []
-    for panel in space:
-        fills += [broadcast_cells(fraction, panel) for fraction in floors.memory_fractions(panel)]
-        sizes += [len(fills[-1])] * len(panel.names)
+    for grid in space:
+        fills += [broadcast_cells(fraction, grid) for fraction in floors.memory_fractions(grid)]
+        sizes += [len(fills[-1])] * len(grid.names)
     fractions = np.concatenate([*fills, np.zeros(0)])
     starts = np.concatenate(([0], np.cumsum(sizes)))
-    owner = [(panel, name) for panel in space for name in panel.names]
+    owner = [(grid, name) for grid in space for name in grid.names]
     order = np.argsort(fractions, kind="stable")
-    for index in order[: int(np.count_nonzero(fractions <= HOPELESS))].tolist():
+    for index in order[: int(np.count_nonzero(fractions <= MAX_MEMORY_FRACTION))].tolist():
         line = int(np.searchsorted(starts, index, side="right")) - 1
-        panel, name = owner[line]
-        decisions = panel.decisions_at(index - int(starts[line]))
-        if name in panel.feasible_schedules(decisions.unit_count):
+        grid, name = owner[line]
+        decisions = grid.decisions_at(index - int(starts[line]))
+        if name in grid.feasible_schedules(decisions.unit_count):
             yield replace(decisions, schedule=name)

@@ -44,25 +44,27 @@ class PruningThreshold:
     best_s: float
 
 
-def most_promising(space: Sequence[CandidateGrid], hope: PruningThreshold, part: float = 1.0) -> list[CandidateGrid]:
+def most_promising(
+    space: Sequence[CandidateGrid], threshold: PruningThreshold, part: float = 1.0
+) -> list[CandidateGrid]:
     """Return the grids whose best candidate is likely the fastest with slices, in the order of the space.
 
     There are at most `part` of the budget.
     """
     guessed: list[tuple[float, int]] = []
-    for places, floor in hope.floors.bound_batches(space):
+    for places, floor in threshold.floors.bound_batches(space):
         guessed += zip(_likely_step_s(floor), places, strict=True)
     count = max(SLICING_BUDGET.least_grids, int(part * SLICING_BUDGET.grids))
-    best = sorted(guess for guess in guessed if guess[0] <= hope.best_s)[:count]
+    best = sorted(guess for guess in guessed if guess[0] <= threshold.best_s)[:count]
     return [space[index] for _, index in sorted(best, key=lambda guess: guess[1])]
 
 
 def _likely_step_s(floor: GridBounds) -> list[float]:
     """Return the estimated step of every grid's best even count in a few slices, including the bubble and missing
     memory."""
-    even = [which for which, count in enumerate(floor.panels[0].counts) if max(count[1]) == 1]
+    even = [which for which, count in enumerate(floor.grids[0].counts) if max(count[1]) == 1]
     if not even:
-        return [float("inf")] * len(floor.panels)
+        return [float("inf")] * len(floor.grids)
     count, depth = floor.count[even], floor.lane_count
     idle = (depth - 1) / (floor.turns * SLICING_BUDGET.ranked_slices) * (1.0 if floor.is_fused else SPLIT_IDLE)
     least = _least_s(floor, 1.0 + (depth - 1) / (2 * SLICING_BUDGET.ranked_slices))[:, even]
@@ -71,7 +73,7 @@ def _likely_step_s(floor: GridBounds) -> list[float]:
 
 
 def slice_grid(
-    panel: CandidateGrid, job: Job, constraints: Constraints, slicer: SequenceSlicer | None
+    grid: CandidateGrid, job: Job, constraints: Constraints, slicer: SequenceSlicer | None
 ) -> CandidateGrid | None:
     """Return the candidates of a grid with sliced sequences: every count with each promising slicing; None if there are
     none.
@@ -79,42 +81,42 @@ def slice_grid(
     Uneven rows, and pipelines of one lane, are sliced only on request.
     """
     wanted = constraints.slices
-    if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
+    if wanted == 1 or (wanted is None and (slicer is None or grid.lanes == 1)):
         return None
     if isinstance(wanted, tuple) or slicer is None:
         slices_wanted = wanted if isinstance(wanted, tuple) else uniform_slices(job.sequence, wanted or 1)
-        return with_slices(panel, [(count, slices_wanted) for count in panel.counts])
+        return with_slices(grid, [(count, slices_wanted) for count in grid.counts])
     if wanted is not None:
-        stages = slicer.stages_for(panel, range(len(panel.counts)))
+        stages = slicer.stages_for(grid, range(len(grid.counts)))
         return with_slices(
-            panel,
+            grid,
             [
                 (count, slices)
-                for count, stage in zip(panel.counts, stages, strict=True)
-                for slices in slicer.candidate_slicings(stage, panel.lanes, panel.stages_per_lane, count[0])
+                for count, stage in zip(grid.counts, stages, strict=True)
+                for slices in slicer.candidate_slicings(stage, grid.lanes, grid.stages_per_lane, count[0])
             ],
         )
     if slicer.obstacle is not None:
         return None
-    panel, numbers = promising_slicings(panel, slicer, None)
-    return apply_slicings(panel, numbers, slicer)
+    grid, numbers = promising_slicings(grid, slicer, None)
+    return apply_slicings(grid, numbers, slicer)
 
 
 def best_sliced_grids(
-    space: Sequence[CandidateGrid], slicer: SequenceSlicer, hope: PruningThreshold, part: float = 1.0
+    space: Sequence[CandidateGrid], slicer: SequenceSlicer, threshold: PruningThreshold, part: float = 1.0
 ) -> list[CandidateGrid]:
     """Return the grids of `slice_grid` without constraints on slices, limited to the fastest `part` of the budget
     slicings."""
     if slicer.obstacle is not None:
         return []
-    options_by_grid = [promising_slicings(panel, slicer, hope) for panel in space if panel.lanes > 1]
+    options_by_grid = [promising_slicings(grid, slicer, threshold) for grid in space if grid.lanes > 1]
     steps_s = sorted(option.step_s for _, numbers in options_by_grid for option in numbers)
     limit = max(SLICING_BUDGET.least_slicings, int(part * SLICING_BUDGET.slicings))
     until_s = steps_s[limit - 1] if limit < len(steps_s) else float("inf")
     within_limit = (
-        (panel, [option for option in numbers if option.step_s <= until_s]) for panel, numbers in options_by_grid
+        (grid, [option for option in numbers if option.step_s <= until_s]) for grid, numbers in options_by_grid
     )
-    sliced_grids = (apply_slicings(panel, numbers, slicer) for panel, numbers in within_limit)
+    sliced_grids = (apply_slicings(grid, numbers, slicer) for grid, numbers in within_limit)
     return [option for option in sliced_grids if option is not None]
 
 
@@ -130,45 +132,45 @@ class SlicingOption:
 
 
 def promising_slicings(
-    panel: CandidateGrid, slicer: SequenceSlicer, hope: PruningThreshold | None
+    grid: CandidateGrid, slicer: SequenceSlicer, threshold: PruningThreshold | None
 ) -> tuple[CandidateGrid, list[SlicingOption]]:
     """Return the grid and the slicings that could beat the threshold.
 
     The slicings are every even count with the numbers of slices that the closed form prefers. The grid keeps only the
     kinds of recomputation that could beat the threshold.
     """
-    count_indices = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
-    least_s = _least_s(hope.floors.bound_grid(panel))[0] if hope is not None and count_indices else None
-    if hope is not None and least_s is not None:
+    count_indices = [which for which, count in enumerate(grid.counts) if max(count[1]) == 1]
+    least_s = _least_s(threshold.floors.bound_grid(grid))[0] if threshold is not None and count_indices else None
+    if threshold is not None and least_s is not None:
         recompute_indices = [
             recompute_index
-            for recompute_index in range(len(panel.recompute))
-            if (least_s[count_indices, recompute_index] <= hope.best_s).any()
+            for recompute_index in range(len(grid.recompute))
+            if (least_s[count_indices, recompute_index] <= threshold.best_s).any()
         ]
-        count_indices = [which for which in count_indices if (least_s[which] <= hope.best_s).any()]
-        panel, least_s = (
-            replace(panel, recompute=tuple(panel.recompute[recompute_index] for recompute_index in recompute_indices)),
+        count_indices = [which for which in count_indices if (least_s[which] <= threshold.best_s).any()]
+        grid, least_s = (
+            replace(grid, recompute=tuple(grid.recompute[recompute_index] for recompute_index in recompute_indices)),
             least_s[:, recompute_indices],
         )
     options: list[SlicingOption] = []
-    idle = (panel.lanes - 1) / panel.stages_per_lane if family_facts(panel.names[0]).fused else 0.0
-    for which, stage in zip(count_indices, slicer.stages_for(panel, count_indices), strict=True):
-        count = panel.counts[which]
-        for number in slicer.slice_counts(stage, panel.lanes, panel.stages_per_lane, count[0]):
+    idle = (grid.lanes - 1) / grid.stages_per_lane if family_facts(grid.names[0]).fused else 0.0
+    for which, stage in zip(count_indices, slicer.stages_for(grid, count_indices), strict=True):
+        count = grid.counts[which]
+        for number in slicer.slice_counts(stage, grid.lanes, grid.stages_per_lane, count[0]):
             step_s = 0.0
-            if hope is not None and least_s is not None:
+            if threshold is not None and least_s is not None:
                 each_s = float(least_s[which].min()) / count[0] / CHEAPER
                 step_s = (count[0] + idle / number) * slicer.relative_costs(stage)[number] * each_s
-            if hope is None or step_s <= hope.best_s:
+            if threshold is None or step_s <= threshold.best_s:
                 options.append(SlicingOption(step_s, count, stage, number))
-    return panel, options
+    return grid, options
 
 
 def apply_slicings(
-    panel: CandidateGrid, numbers: Sequence[SlicingOption], slicer: SequenceSlicer
+    grid: CandidateGrid, numbers: Sequence[SlicingOption], slicer: SequenceSlicer
 ) -> CandidateGrid | None:
     """Return the grid with its counts cut into these numbers of slices."""
-    return with_slices(panel, [(option.count, slicer.cut_sequence(option.stage, option.slices)) for option in numbers])
+    return with_slices(grid, [(option.count, slicer.cut_sequence(option.stage, option.slices)) for option in numbers])
 
 
 def _least_s(floor: GridBounds, alive: float | Array = 1.0) -> Array:
@@ -183,13 +185,13 @@ def _least_s(floor: GridBounds, alive: float | Array = 1.0) -> Array:
     return least
 
 
-def with_slices(panel: CandidateGrid, cut: Sequence[Cut]) -> CandidateGrid | None:
+def with_slices(grid: CandidateGrid, cut: Sequence[Cut]) -> CandidateGrid | None:
     """Return the grid with these counts and slicings, limited to those with enough units for one of its schedules; else
     None."""
-    able = [(count, slices) for count, slices in cut if count[0] * max(1, len(slices)) >= min(panel.least)]
+    able = [(count, slices) for count, slices in cut if count[0] * max(1, len(slices)) >= min(grid.least)]
     if not able:
         return None
-    if len(able) == len(panel.counts) and not able[0][1]:
-        return panel
+    if len(able) == len(grid.counts) and not able[0][1]:
+        return grid
     slices = tuple(slices for _, slices in able) if able[0][1] else ()
-    return replace(panel, counts=tuple(count for count, _ in able), slices=slices)
+    return replace(grid, counts=tuple(count for count, _ in able), slices=slices)

@@ -16,26 +16,26 @@ import numpy as np
 from pipefit.cost.compute.curves import stage_overhead_s
 from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S
 from pipefit.cost.portable import portable_power
-from pipefit.cost.types import Array
+from pipefit.cost.types import Array, Ints
 from pipefit.cost.work import StageWork
 from pipefit.errors import PlanError
 from pipefit.layout import Mesh
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.candidates.shard_choices import shard_sizes
 from pipefit.plan.candidates.slicing_budget import SLICING_BUDGET
 from pipefit.plan.cutting.cutter import UNSHARDED, LayerCutter, ShardProgram
-from pipefit.plan.devices.fleet import Pair, pairs_of
+from pipefit.plan.devices.fleet import KindRows, pairs_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.expert_parts import parts_of_key
 from pipefit.plan.request.sliceable import slicing_obstacles
 from pipefit.plan.slicing.count import LADDER, promising_counts, slice_count_ladder, step_s
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, check_number, equal_cost, most_slices, slice_grain
+from pipefit.plan.slicing.cuts import TimeOf, check_number, equal_cost, most_slices, slice_grain
+from pipefit.plan.slicing.refine import Slices
 from pipefit.plan.slicing.slice_costs import SliceRows
-from pipefit.plan.types import Job, Recompute
-
-Slices = tuple[int, ...]
+from pipefit.plan.types import Job
 
 PROCESSOR_TILE, ACCELERATOR_TILE, LEAST_TILE = 8, 64, 8
 """Slices are multiples of this number of tokens: the sizes CPU and accelerator kernels prefer, and the minimum for
@@ -70,7 +70,7 @@ class SequenceSlicer:
         self._curves: dict[int, TimeOf] = {}
         self._cut: dict[tuple[int, int], Slices] = {}
         self._numbers: dict[object, tuple[int, ...]] = {}
-        self._wholes: dict[int, tuple[Counts, Array]] = {}
+        self._wholes: dict[int, tuple[Ints, Array]] = {}
         self._dearer: dict[int, Mapping[int, float]] = {}
 
     def token_multiple(self, number: int) -> int:
@@ -132,7 +132,7 @@ class SequenceSlicer:
             self._dearer[id(stage)] = dict(zip(numbers.tolist(), (sequence_s / sequence_s[0]).tolist(), strict=True))
         return self._dearer[id(stage)]
 
-    def _whole_s(self, stage: StageWork) -> tuple[Counts, Array]:
+    def _whole_s(self, stage: StageWork) -> tuple[Ints, Array]:
         """Return (1 and the numbers of the ladder that the sequence allows, seconds of all its slices in all
         layers)."""
         if id(stage) not in self._wholes:
@@ -176,7 +176,7 @@ class SequenceSlicer:
         ]
         slopes.append(slopes[-1] * length / places[-2] if slopes else 0.0)
 
-        def time_of(tokens: Counts, past: Counts) -> Seconds:
+        def time_of(tokens: Ints, past: Ints) -> Array:
             return np.asarray(np.interp(tokens, places, alone) + past * np.interp(tokens, places, slopes))
 
         return time_of
@@ -186,7 +186,7 @@ class SequenceSlicer:
         return float(forward.sum() + backward.sum())
 
     def stage_work(
-        self, pairs: frozenset[Pair], recompute: Recompute = "none", program: ShardProgram = UNSHARDED
+        self, pairs: frozenset[KindRows], recompute: Recompute = "none", program: ShardProgram = UNSHARDED
     ) -> StageWork:
         """Return all layers on devices, or shard groups in one host each, of these kinds with these rows; the same
         object for equal arguments."""
@@ -205,16 +205,16 @@ class SequenceSlicer:
         program = (decisions.sharding_key(0), decisions.shards)
         return self.stage_work(frozenset().union(*pairs), decisions.recompute[0], program)
 
-    def stages_for(self, panel: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
+    def stages_for(self, grid: CandidateGrid, counts: Iterable[int]) -> list[StageWork]:
         """Return all layers on the slowest devices of a grid's lanes, for each of these counts."""
-        if not self.cutter.fleet.fills_hosts(panel.shard_devices):
-            return [self.stages_of(panel.decisions_at(panel.first_of(which)))[0] for which in counts]
-        lanes = {*panel.lane_runs()}
+        if not self.cutter.fleet.fills_hosts(grid.shard_devices):
+            return [self.stages_of(grid.decisions_at(grid.first_of(which)))[0] for which in counts]
+        lanes = {*grid.lane_runs()}
         stages = []
         for which in counts:
-            rows = self.cutter.rows_of(self.job, *panel.counts[which])
+            rows = self.cutter.rows_of(self.job, *grid.counts[which])
             pairs = frozenset().union(*(pairs_of(runs, rows) for runs in lanes))
-            stages.append(self.stage_work(pairs, program=panel.program))
+            stages.append(self.stage_work(pairs, program=grid.program))
         return stages
 
     def stages_of(self, decisions: ParallelConfig) -> list[StageWork]:

@@ -9,11 +9,12 @@ hosts (`plan/candidates/shard_choices.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.layout import split_by_shares
-from pipefit.optimizers.sharded_state import ShardedState, searched_states, state_choices
+from pipefit.model.analysis.saved import Recompute
+from pipefit.optimizers.sharded_state import ShardedState, searched_states, shards_optimizer, state_choices
 from pipefit.plan.candidates.grid import CandidateGrid, Count
 from pipefit.plan.candidates.shard_choices import ShardChoice, shard_choices
 from pipefit.plan.candidates.sliced_grids import slice_grid, with_slices
@@ -27,11 +28,11 @@ from pipefit.plan.devices.device_kinds import (
     replica_counts,
     row_shares,
 )
-from pipefit.plan.devices.fleet import Runs
+from pipefit.plan.devices.fleet import KindRuns
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import Inner, ParallelConfig
 from pipefit.plan.request.expert_parts import divides_rows, program_key
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES, family_facts
 from pipefit.schedule.fit.family import FIT
 
@@ -41,7 +42,7 @@ ALL_DEPTHS_DEVICES = 64
 MOST_IDLE = 1 / 4
 """On more devices, depths that leave at least this share of the devices idle are not searched, unless all depths do."""
 
-RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
+RECOMPUTE_CHOICES: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
 
 
 def iter_candidates(
@@ -51,8 +52,8 @@ def iter_candidates(
 
     Without a cutter all devices count as alike.
     """
-    for panel in iter_grids(job, layers, devices, hosts, constraints, cutter):
-        yield from panel.all_decisions()
+    for grid in iter_grids(job, layers, devices, hosts, constraints, cutter):
+        yield from grid.all_decisions()
 
 
 def iter_grids(
@@ -69,9 +70,9 @@ def iter_grids(
     constraints = families_only(constraints)
     slicer = SequenceSlicer(cutter, job, constraints) if cutter is not None and slicer is None else slicer
     for base in iter_base_grids(job, layers, devices, hosts, constraints, cutter):
-        for panel in (unsliced_grid(base, constraints), slice_grid(base, job, constraints, slicer)):
-            if panel is not None:
-                yield panel
+        for grid in (unsliced_grid(base, constraints), slice_grid(base, job, constraints, slicer)):
+            if grid is not None:
+                yield grid
 
 
 def iter_base_grids(
@@ -85,20 +86,20 @@ def iter_base_grids(
     constraints = families_only(constraints)
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
     for choice in shard_choices(job, constraints, cutter):
-        for grid in _device_grids(job, layers, devices, hosts, choice.fix_in(constraints), cutter):
-            if not choice.lanes[0] <= grid.lanes <= choice.lanes[1]:
+        for device_grid in _device_grids(job, layers, devices, hosts, choice.fix_in(constraints), cutter):
+            if not choice.lanes[0] <= device_grid.lanes <= choice.lanes[1]:
                 continue
-            if grid.lanes not in known:
-                known[grid.lanes] = _schedules_by_placement(grid.lanes, layers, constraints)
-            for (placement, _), names in known[grid.lanes].items():
-                panel = _build_grid(job, grid, placement, names, choice, constraints, cutter)
-                if panel is not None:
-                    yield panel
+            if device_grid.lanes not in known:
+                known[device_grid.lanes] = _schedules_by_placement(device_grid.lanes, layers, constraints)
+            for (placement, _), names in known[device_grid.lanes].items():
+                grid = _build_grid(job, device_grid, placement, names, choice, constraints, cutter)
+                if grid is not None:
+                    yield grid
 
 
 def _build_grid(
     job: Job,
-    grid: DeviceGrid,
+    device_grid: DeviceGrid,
     placement: tuple[int, ...],
     names: Sequence[str],
     choice: ShardChoice,
@@ -107,27 +108,27 @@ def _build_grid(
 ) -> CandidateGrid | None:
     """Return the candidates of a device grid with a placement, with all its counts, before slicing; None if there are
     none."""
-    recompute_choices = [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
+    recompute_choices = [constraints.recompute] if constraints.recompute is not None else RECOMPUTE_CHOICES
     recompute_choices = [choice for choice in recompute_choices if len(choice) in (1, len(placement))]
     any_count = constraints.schedule is not None and constraints.microbatches is not None
-    least = tuple(0 if any_count else FAMILIES[n].least_units(grid.lanes) for n in names)
-    counts = tuple(count for count in grid.counts if divides_rows(job.batch, *count, choice.row_parts))
+    least = tuple(0 if any_count else FAMILIES[n].least_units(device_grid.lanes) for n in names)
+    counts = tuple(count for count in device_grid.counts if divides_rows(job.batch, *count, choice.row_parts))
     if not recompute_choices or not counts:
         return None
     counts, states, state_group = _state_choices(counts, choice, constraints, cutter)
     if not counts or not states:
         return None
     return CandidateGrid(
-        lanes=grid.lanes,
+        lanes=device_grid.lanes,
         counts=counts,
-        pattern=grid.pattern,
+        pattern=device_grid.pattern,
         placement=placement,
         names=tuple(names),
         least=least,
         recompute=tuple(recompute_choices),
         sharded_state=states,
         state_group=state_group,
-        inner=grid.inner,
+        inner=device_grid.inner,
         context=constraints.context_size,
         expert=choice.expert,
         shards=choice.shares,
@@ -135,7 +136,7 @@ def _build_grid(
         recipes=choice.recipes,
         cuts=constraints.cuts or (),
         fleet=cutter.fleet if cutter is not None else None,
-        runs=grid.runs,
+        runs=device_grid.runs,
     )
 
 
@@ -155,19 +156,19 @@ def _state_choices(
     if members % size or (members == size and constraints.replicas is None) or choice.row_parts > 1:
         return (), (), size
     even = tuple(count for count in counts if len({*count[1]}) == 1)
-    return even, tuple(state for state in states if state != "none"), size if size < members else 0
+    return even, tuple(filter(shards_optimizer, states)), size if size < members else 0
 
 
-def unsliced_grid(panel: CandidateGrid, constraints: Constraints) -> CandidateGrid | None:
+def unsliced_grid(grid: CandidateGrid, constraints: Constraints) -> CandidateGrid | None:
     """Return the candidates of a grid without slices, in families that are searched without slices."""
     if constraints.slices not in (None, 1):
         return None
     any_family = constraints.schedule is not None
-    indices = [index for index, name in enumerate(panel.names) if any_family or FAMILIES[name].searched]
-    if len(indices) < len(panel.names):
-        names, least = [panel.names[index] for index in indices], [panel.least[index] for index in indices]
-        panel = replace(panel, names=tuple(names), least=tuple(least))
-    return with_slices(panel, [(count, ()) for count in panel.counts]) if indices else None
+    indices = [index for index, name in enumerate(grid.names) if any_family or FAMILIES[name].searched]
+    if len(indices) < len(grid.names):
+        names, least = [grid.names[index] for index in indices], [grid.least[index] for index in indices]
+        grid = replace(grid, names=tuple(names), least=tuple(least))
+    return with_slices(grid, [(count, ()) for count in grid.counts]) if indices else None
 
 
 def families_only(constraints: Constraints) -> Constraints:
@@ -183,7 +184,7 @@ class DeviceGrid:
     counts: tuple[Count, ...]
     inner: tuple[Inner, ...]
     pattern: Pattern | None = None
-    runs: tuple[Runs, ...] = ()
+    runs: tuple[KindRuns, ...] = ()
     "Kinds of every lane's replicas in the pattern."
 
 
@@ -191,13 +192,13 @@ def _device_grids(
     job: Job, layers: int, devices: int, hosts: int, constraints: Constraints, cutter: LayerCutter | None
 ) -> Iterator[DeviceGrid]:
     """Yield the grids that devices and batch allow: devices in their own order, and by kind where kinds differ."""
-    known: dict[tuple[tuple[Runs, ...], Inner], set[Count]] = {}
+    known: dict[tuple[tuple[KindRuns, ...], Inner], set[Count]] = {}
     mixed = cutter is not None and cutter.fleet.is_mixed
     if cutter is not None and mixed and constraints.mapping in (None, "search"):
-        for grid in _mixed_grids(job, layers, devices, hosts, constraints, cutter):
-            for inner in grid.inner:
-                known[grid.runs, inner] = {*grid.counts}
-            yield grid
+        for device_grid in _mixed_grids(job, layers, devices, hosts, constraints, cutter):
+            for inner in device_grid.inner:
+                known[device_grid.runs, inner] = {*device_grid.counts}
+            yield device_grid
     for replicas, lanes in _grid_sizes(job, layers, devices, constraints):
         counts = tuple((count, replicas) for count in _microbatch_counts(job, replicas, constraints))
         inners = _rank_orders(hosts, len(replicas), lanes, constraints)
@@ -236,18 +237,23 @@ def _mixed_grids(
                 continue
             inner = _rank_orders(hosts, replicas, lanes, constraints)
             for pattern in device_patterns(lanes, replicas, kinds, replicas in even, replicas in uneven):
-                columns = [*zip(*pattern, strict=True)] if pattern[0] is not pattern[-1] else [(k,) for k in pattern[0]]
-                if pinned or len({*columns}) == 1:
-                    shares = pinned or (1,) * replicas
-                    counts = [(count, shares) for count in _microbatch_counts(job, shares, constraints)]
-                else:
-                    counts = [
-                        (count, shares)
-                        for count in _batch_divisors(job, constraints)
-                        for shares in row_shares(columns, job.batch // count, time_s)
-                    ]
-                if counts:
-                    yield DeviceGrid(lanes, tuple(counts), inner, pattern, tuple(cutter.fleet.runs_of(pattern)))
+                if counts := _mixed_counts(job, pattern, constraints, time_s):
+                    yield DeviceGrid(lanes, counts, inner, pattern, tuple(cutter.fleet.runs_of(pattern)))
+
+
+def _mixed_counts(
+    job: Job, pattern: Pattern, constraints: Constraints, time_s: Callable[[int, int], float]
+) -> tuple[Count, ...]:
+    """Return the counts of microbatches of a pattern of kinds, with shares by speed where its replicas differ."""
+    columns = [*zip(*pattern, strict=True)] if pattern[0] is not pattern[-1] else [(kind,) for kind in pattern[0]]
+    if constraints.replicas or len({*columns}) == 1:
+        shares = constraints.replicas or (1,) * len(pattern[0])
+        return tuple((count, shares) for count in _microbatch_counts(job, shares, constraints))
+    return tuple(
+        (count, shares)
+        for count in _batch_divisors(job, constraints)
+        for shares in row_shares(columns, job.batch // count, time_s)
+    )
 
 
 def rearrange_kinds(

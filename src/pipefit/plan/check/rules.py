@@ -312,9 +312,9 @@ def _cluster_problems(plan: Plan, cluster: Cluster) -> Iterator[PlanError]:
             )
 
 
-Rule = Callable[[Plan], Iterator[PipefitError]]
+PlanRule = Callable[[Plan], Iterator[PipefitError]]
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[PlanRule, ...] = (
     _version_problems,
     _job_problems,
     _group_problems,

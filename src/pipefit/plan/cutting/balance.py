@@ -11,11 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipefit.plan.cutting.partition import Array
-
-Ints = NDArray[np.int64]
+from pipefit.cost.types import Array, Ints
 
 STAGE = 1e-3
 """Weight of the squares of the stages' times beside the lanes': prefers equal stages among equal lanes."""

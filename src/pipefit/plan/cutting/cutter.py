@@ -16,10 +16,11 @@ from pipefit.cost.pipeline.state_traffic import largest_pair
 from pipefit.cost.pipeline.table import layer_costs
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES, state_bytes
 from pipefit.cost.types import Array
-from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, Recompute, StageWork, StateShare, state_share
+from pipefit.cost.work import COMPLETE_STATE, ParameterCounts, StageWork, StateShare, state_share
 from pipefit.layout import Mesh, split_by_shares
+from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers import find_optimizer
-from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_optimizer, shards_parameters
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
     ShardedCounts,
@@ -45,7 +46,7 @@ from pipefit.plan.cutting.rows import (
     passing_bytes,
 )
 from pipefit.plan.devices.device_kinds import DeviceKinds
-from pipefit.plan.devices.fleet import DeviceFleet, Pair
+from pipefit.plan.devices.fleet import DeviceFleet, KindRows
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.expert_parts import parts_of_key, program_row_parts, splits_rows
 from pipefit.plan.types import Job
@@ -134,7 +135,7 @@ class LayerCutter:
                 for stage, lane in enumerate(decisions.lane_of_stage)
             ]
         pairs = self.fleet.lane_pairs(decisions, _replica_rows(job.batch // decisions.microbatches, decisions.replicas))
-        known: dict[tuple[frozenset[Pair], Recompute, str], LayerRow] = {}
+        known: dict[tuple[frozenset[KindRows], Recompute, str], LayerRow] = {}
         row_of_stage = []
         for stage, lane in enumerate(decisions.lane_of_stage):
             key = pairs[lane], decisions.recompute_of(stage), decisions.sharding_key(lane)
@@ -146,7 +147,7 @@ class LayerCutter:
     def layer_row(
         self,
         job: Job,
-        pairs: frozenset[Pair],
+        pairs: frozenset[KindRows],
         recompute: Recompute,
         share: StateShare,
         program: ShardProgram = UNSHARDED,
@@ -209,7 +210,7 @@ class LayerCutter:
         return time_s
 
     def interpolated_row(
-        self, job: Job, pairs: frozenset[Pair], recompute: Recompute, program: ShardProgram = UNSHARDED
+        self, job: Job, pairs: frozenset[KindRows], recompute: Recompute, program: ShardProgram = UNSHARDED
     ) -> LayerRow:
         """Return a lower bound of `layer_row`, read between the numbers of rows that are powers of two. It holds if
         time rises with the rows and time per row falls. It prunes divisions of rows among replicas."""
@@ -339,7 +340,7 @@ class LayerCutter:
         if shards_gradients(share.state):
             away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
             held = held - self._sharded_array(sharding, shards) * away
-        if program_row_parts(sharding, shards) > 1 and share.state != "none":
+        if program_row_parts(sharding, shards) > 1 and shards_optimizer(share.state):
             held = held - self._spread_bytes(job, share, sharding, shards)[:, None]
         fullest: Array = held.max(axis=1)
         return fullest + self._shared_state_bytes(job, sharding, shards)
@@ -350,7 +351,7 @@ class LayerCutter:
         parts = program_row_parts(sharding, shards)
         per_element = state_bytes(find_optimizer(job.optimizer), job.precision)
         more = GRADIENT_BYTES[job.precision] * shards_gradients(share.state)
-        more += COMPUTE_BYTES[job.precision] * (share.state == "parameters")
+        more += COMPUTE_BYTES[job.precision] * shards_parameters(share.state)
         spread: Array = (spread_all * per_element + sharded * more) * share.part * (1 - 1 / parts)
         return spread
 
@@ -358,7 +359,7 @@ class LayerCutter:
         """Return the bytes of the two neighbouring layers that an action of ZeRO-2 or 3 holds complete, at most."""
         if not shards_gradients(state):
             return 0.0
-        width = COMPUTE_BYTES[job.precision] * (state == "parameters") + GRADIENT_BYTES[job.precision]
+        width = COMPUTE_BYTES[job.precision] * shards_parameters(state) + GRADIENT_BYTES[job.precision]
         return width * largest_pair(self._sharded_array(sharding, shards).max(axis=1).tolist())
 
     def _sharded_array(self, sharding: str, shards: tuple[int, ...]) -> Array:

@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Array
 from pipefit.schedule.taskgraph.kernel import choose_loop
 
-Array = NDArray[np.float64]
-
-COMPILED_FROM = 4_000
+COMPILED_CUT_WORK = 4_000
 """Amount of work (layers and runs of layers over all stages) from which importing numba pays off: a search makes
 hundreds of cuts."""
 
@@ -148,7 +146,7 @@ def some_bounds(needs: Any, limits: Any, reached: Any) -> int:
 
 def _choose_kernel(function: Any, stages: int, layers: int, compiled: bool | None) -> Any:
     work = stages * (layers + (layers - stages + 1) ** 2)
-    return choose_loop(function, work, True if compiled is None and work >= COMPILED_FROM else compiled)
+    return choose_loop(function, work, True if compiled is None and work >= COMPILED_CUT_WORK else compiled)
 
 
 def _prefix_sums(rows: Array) -> Array:

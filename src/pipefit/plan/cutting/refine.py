@@ -9,6 +9,7 @@ cut. It is a local search from several cuts; tests compare it with all cuts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum
 from random import Random
@@ -34,7 +35,7 @@ from pipefit.schedule.taskgraph.times import run_sweep, task_durations
 
 Bounds = tuple[int, ...]
 
-Value = tuple[float, float]
+CutScore = tuple[float, float]
 """(bytes missing, seconds): smaller is better."""
 
 Costs = Callable[[tuple[int, ...]], CostTable]
@@ -43,23 +44,38 @@ Costs = Callable[[tuple[int, ...]], CostTable]
 Peaks = Callable[[tuple[int, ...]], Sequence[float]]
 """Cuts -> the simulated peak of every lane, in bytes."""
 
-TRIES = 1000
-"""Largest number of cuts that are timed."""
 
-TASKS = 1_000_000
-"""Largest number of tasks timed over all cuts: long schedules get fewer tries."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutRefinementBudget:
+    """The work of one refinement of cuts, and the weight of memory in it."""
 
-MOVED = (1, 2, 4)
-"""Layers moved at once."""
+    timed_cuts: int = 1000
+    "Largest number of cuts that one search times."
+    timed_tasks: int = 1_000_000
+    "Largest number of tasks timed over all cuts: long schedules get fewer cuts."
+    moved_layers: tuple[int, ...] = (1, 2, 4)
+    "Layers moved at once."
+    full_memory_step_fraction: float = 0.01
+    "Relative increase of the step time that is worth an empty device memory instead of a full one."
+    min_simulated_cuts: int = 10
+    "Smallest limit on the cuts whose memory is simulated."
+    max_simulated_cuts: int = 200
+    "Largest limit on the cuts whose memory is simulated."
+    simulated_tasks: int = 300_000
+    "Tasks of these simulations over all cuts, between the two limits."
+    searches: int = 3
+    "Repetitions of the search if its best cut needs more memory than its unlowered order showed."
 
-MEMORY = 0.01
-"""Relative increase of the step time that is worth an empty device memory instead of a full one."""
+    def timings(self, tasks: int) -> int:
+        """Return the number of cuts of a schedule with this many tasks that one search times."""
+        return min(self.timed_cuts, self.timed_tasks // max(1, tasks))
 
-LOOKS = (10, 200, 300_000)
-"""Number of cuts whose memory is simulated: minimum, maximum, and tasks over all of them."""
+    def simulations(self, tasks: int) -> int:
+        """Return the number of cuts of a schedule with this many tasks whose memory one search simulates."""
+        return min(self.max_simulated_cuts, max(self.min_simulated_cuts, self.simulated_tasks // tasks))
 
-ROUNDS = 3
-"""Repetitions of the search if its best cut needs more memory than its unlowered order showed."""
+
+CUT_REFINEMENT_BUDGET = CutRefinementBudget()
 
 
 def refine_cuts(
@@ -87,7 +103,7 @@ def refine_cuts(
     limits = cut_at(bounds, rows, decisions).limit_bytes
     judge = _CutScorer(timer, CutMemory(computed, rows).lane_peaks, limits)
     tried = {bounds: _missing_bytes(peaks(start_cuts), limits)}
-    for _ in range(ROUNDS):
+    for _ in range(CUT_REFINEMENT_BUDGET.searches):
         best = _search_cuts(judge, _start_cuts(bounds, rows, placement))
         if best not in tried:
             tried[best] = judge.learn_peaks(best, peaks(best[1:-1]))
@@ -103,17 +119,18 @@ class _CutScorer:
         self.timer, self.peaks, self.limits = timer, peaks, limits
         self.beyond = [0.0] * len(limits)
         "Memory of lanes beyond `lane_peaks` once the order is lowered, as seen for earlier cuts."
-        self.looks = self.most_looks = min(LOOKS[1], max(LOOKS[0], LOOKS[2] // timer.graph.size))
+        self.looks = self.most_looks = CUT_REFINEMENT_BUDGET.simulations(timer.graph.size)
         "Cuts whose memory may still be simulated; `most_looks` is the limit of one search."
         self._known: dict[Bounds, Sequence[float]] = {}
 
-    def score_cut(self, bounds: Bounds) -> Value:
+    def score_cut(self, bounds: Bounds) -> CutScore:
         """Return the score of any cut; simulates its memory."""
         needs = [need + more for need, more in zip(self._simulate_peaks(bounds), self.beyond, strict=True)]
         filled = max(need / limit for need, limit in zip(needs, self.limits, strict=True))
-        return _missing_bytes(needs, self.limits), self.timer.step_s(bounds) * (1.0 + MEMORY * filled)
+        penalty = 1.0 + CUT_REFINEMENT_BUDGET.full_memory_step_fraction * filled
+        return _missing_bytes(needs, self.limits), self.timer.step_s(bounds) * penalty
 
-    def score_if_better(self, bounds: Bounds, than: Value) -> Value | None:
+    def score_if_better(self, bounds: Bounds, than: CutScore) -> CutScore | None:
         """Return the score of a cut if it is better. Its memory is simulated only if its time does not exclude it."""
         if not than[0] and self.timer.step_s(bounds) >= than[1]:
             return None
@@ -181,7 +198,7 @@ def _neighbour_cuts(bounds: Bounds) -> Iterator[Bounds]:
     """Yield every cut that moves layers from one stage to another: few layers and near stages first."""
     stages = len(bounds) - 1
     sizes = [stop - start for start, stop in pairwise(bounds)]
-    for count in MOVED:
+    for count in CUT_REFINEMENT_BUDGET.moved_layers:
         for distance in range(1, stages):
             for first in range(stages - distance):
                 for giver, taker in ((first, first + distance), (first + distance, first)):
@@ -203,7 +220,7 @@ class _CutTimer:
         costs = costs_of(start_cuts)
         self.graph = task_graph(computed, edge_keys(parts.edges))
         self.duration, self.transit = task_durations(self.graph, costs)
-        self.left = self.tries = min(TRIES, TASKS // max(1, self.graph.size))
+        self.left = self.tries = CUT_REFINEMENT_BUDGET.timings(self.graph.size)
         "Cuts that may still be timed; `tries` is the limit of one search."
         self._known: dict[Bounds, float] = {}
         self._overhead_s = costs.overhead_s

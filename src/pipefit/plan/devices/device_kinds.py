@@ -13,15 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, fsum, gcd
 
-FEW = 16
-"""Largest number of patterns of one grid that are all tried."""
 
-SPLITS = 8
-"""Largest number of divisions of a microbatch's rows over the replicas that are all tried."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindPatternBudget:
+    """The patterns of device kinds and divisions of rows that are tried."""
 
-FRACTIONS = 4
-"""Replica counts tried for kinds by replica on many devices: the largest count and its successive halves, this many in
-all."""
+    listed_patterns: int = 16
+    "Largest number of patterns of one grid that are all tried."
+    listed_row_divisions: int = 8
+    "Largest number of divisions of a microbatch's rows over the replicas that are all tried."
+    replica_counts: int = 4
+    """Replica counts tried for kinds by replica on many devices: the largest count and its successive halves, this many
+    in all."""
+
+
+KIND_PATTERN_BUDGET = KindPatternBudget()
 
 Pattern = tuple[tuple[int, ...], ...]
 """[lane][replica]: device kind. Equal lanes are the same object."""
@@ -45,9 +51,9 @@ class DeviceKinds:
 def device_patterns(
     lanes: int, replicas: int, kinds: DeviceKinds, by_lane: bool = True, by_replica: bool = True
 ) -> Iterator[Pattern]:
-    """Yield distinct patterns for a grid: all of them up to FEW, else those by lane, by replica, or both."""
+    """Yield distinct patterns for a grid: all if `listed_patterns` allows, else those by lane, by replica, or both."""
     kind_indices = range(len(kinds.counts))
-    if len(kinds.counts) ** (lanes * replicas) <= FEW:
+    if len(kinds.counts) ** (lanes * replicas) <= KIND_PATTERN_BUDGET.listed_patterns:
         for cells in itertools.product(kind_indices, repeat=lanes * replicas):
             columns = [cells[replica * lanes : (replica + 1) * lanes] for replica in range(replicas)]
             if columns == sorted(columns) and all(cells.count(kind) <= kinds.counts[kind] for kind in kind_indices):
@@ -148,13 +154,13 @@ def replica_counts(lanes: int, counts: Sequence[int], batch: int) -> list[int]:
     They are the largest possible count for every set of kinds, and its halves; with few devices, every count.
     """
     upper = sum(count // lanes for count in counts)
-    if upper <= FEW // 4:
+    if upper <= KIND_PATTERN_BUDGET.listed_patterns // 4:
         return [count for count in range(2, upper + 1) if count <= batch]
     candidates = set()
     for size in range(2, len(counts) + 1):
         for chosen in itertools.combinations(counts, size):
             full_count = sum(count // lanes for count in chosen)
-            candidates |= {full_count >> power for power in range(FRACTIONS)}
+            candidates |= {full_count >> power for power in range(KIND_PATTERN_BUDGET.replica_counts)}
     return sorted(count for count in candidates if 2 <= count <= batch)
 
 
@@ -169,7 +175,7 @@ def row_shares(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> l
         return []
     best = fastest_rows(columns, rows, time_s)
     splits = [best]
-    if comb(rows - 1, replicas - 1) <= SPLITS:
+    if comb(rows - 1, replicas - 1) <= KIND_PATTERN_BUDGET.listed_row_divisions:
         splits += _all_splits(columns, rows)
     return [_reduce_shares(split) for split in dict.fromkeys(splits)]
 

@@ -18,10 +18,10 @@ from pipefit.layout import Mesh, MeshAxis
 from pipefit.plan.devices.device_kinds import Pattern
 from pipefit.plan.request.decisions import ParallelConfig
 
-Pair = tuple[str, int]
+KindRows = tuple[str, int]
 """(name of a device kind, rows of a microbatch on such a device)."""
 
-Runs = tuple[tuple[str, int], ...]
+KindRuns = tuple[tuple[str, int], ...]
 """The kinds of the replicas of a lane in order, run-length encoded: (kind, count)."""
 
 
@@ -72,7 +72,7 @@ class DeviceFleet:
         return bool((host == host[:, :1]).all())
 
     def sample_group(
-        self, pairs: frozenset[Pair], shards: tuple[int, ...] = (1,), expert: int = 1
+        self, pairs: frozenset[KindRows], shards: tuple[int, ...] = (1,), expert: int = 1
     ) -> tuple[Mesh, tuple[int, ...]]:
         """Return a mesh with one shard group (or `expert` of them that divide rows) in one host for every pair, one
         replica each, and their rows."""
@@ -88,7 +88,7 @@ class DeviceFleet:
             axes.append(MeshAxis(name="shard", shares=shards))
         return Mesh(axes=tuple(axes), devices=devices), tuple(rows for _, rows in ordered)
 
-    def lane_pairs(self, decisions: ParallelConfig, rows: tuple[int, ...]) -> Sequence[frozenset[Pair]]:
+    def lane_pairs(self, decisions: ParallelConfig, rows: tuple[int, ...]) -> Sequence[frozenset[KindRows]]:
         """Return the pairs of kinds and rows of every lane; `rows` of every replica. For layouts whose shard groups
         lie in one host each."""
         if not self.is_mixed:
@@ -99,7 +99,7 @@ class DeviceFleet:
     @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
     def _lane_pair_sets(
         self, devices: tuple[int, ...], inner: str, lanes: int, rows: tuple[int, ...], shards: int
-    ) -> tuple[frozenset[Pair], ...]:
+    ) -> tuple[frozenset[KindRows], ...]:
         all_runs = self.lane_runs(devices, inner, lanes, len(rows), shards)
         known = {runs: pairs_of(runs, rows) for runs in {*all_runs}}
         return tuple(known[runs] for runs in all_runs)
@@ -111,7 +111,9 @@ class DeviceFleet:
         lines = (tuple(line) for line in self.kind[devices].tolist())
         return tuple(known.setdefault(line, line) for line in lines)
 
-    def lane_runs(self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int, shards: int = 1) -> list[Runs]:
+    def lane_runs(
+        self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int, shards: int = 1
+    ) -> list[KindRuns]:
         """Return the kinds of every lane's replicas, with devices in the order of `ParallelConfig.lane_devices`. A
         shard group has the kind of its first device."""
         size = shards * self.context_parts
@@ -122,7 +124,7 @@ class DeviceFleet:
             kinds = self.kind[:count:size].reshape(lanes, replicas)
         else:
             kinds = self.kind[:count:size].reshape(replicas, lanes).T
-        known: dict[bytes, Runs] = {}
+        known: dict[bytes, KindRuns] = {}
         lane_kinds = []
         for row in np.ascontiguousarray(kinds):
             key = row.tobytes()
@@ -131,22 +133,22 @@ class DeviceFleet:
             lane_kinds.append(known[key])
         return lane_kinds
 
-    def runs_of(self, pattern: Pattern) -> list[Runs]:
+    def runs_of(self, pattern: Pattern) -> list[KindRuns]:
         """Return the kinds of every lane's replicas in a pattern."""
         lines = {id(line): line for line in pattern}
         known = {key: self._kind_runs(np.array(line)) for key, line in lines.items()}
         return [known[id(line)] for line in pattern]
 
-    def _kind_runs(self, kinds: NDArray[np.int64]) -> Runs:
+    def _kind_runs(self, kinds: NDArray[np.int64]) -> KindRuns:
         edges = np.flatnonzero(np.diff(kinds)) + 1
         starts = [0, *edges.tolist()]
         stops = [*edges.tolist(), len(kinds)]
         return tuple((self.names[kinds[start]], stop - start) for start, stop in zip(starts, stops, strict=True))
 
 
-def pairs_of(runs: Runs, rows: tuple[int, ...]) -> frozenset[Pair]:
+def pairs_of(runs: KindRuns, rows: tuple[int, ...]) -> frozenset[KindRows]:
     """Return the pairs of a lane whose replicas have these kinds and rows."""
-    pairs: set[Pair] = set()
+    pairs: set[KindRows] = set()
     start = 0
     for name, count in runs:
         pairs |= {(name, row_count) for row_count in {*rows[start : start + count]}}

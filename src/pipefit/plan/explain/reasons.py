@@ -16,7 +16,7 @@ from pipefit.units import format_bytes, format_seconds
 
 MISFITS_SHOWN = 3
 
-SHOWN = (
+REASON_KEYS = (
     "replicas", "stages", "context", "expert", "shards", "sharding", "microbatches", "slices", "schedule", "recompute",
     "sharded_state", "state_group",
 )  # fmt: skip
@@ -87,7 +87,7 @@ def _select_runners(found: SearchResult, most: int) -> Sequence[EvaluatedPlan]:
 def _shown_choices(decisions: ParallelConfig) -> tuple[str, ...]:
     """Return the choices that a row of the table of alternatives shows."""
     words = decisions.to_constraints(decisions.cuts)
-    return tuple(words.get(key, "") for key in SHOWN)
+    return tuple(words.get(key, "") for key in REASON_KEYS)
 
 
 def _kind_prefix(plan: EvaluatedPlan) -> str:

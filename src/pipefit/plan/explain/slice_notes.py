@@ -13,7 +13,7 @@ from pipefit.units import format_bytes, format_seconds
 BEGIN = "slices: "
 """Prefix of the note, by which the headlines of a plan find it."""
 
-SHOWN = 8
+LISTED_SLICES = 8
 """Largest number of slices whose tokens are all listed."""
 
 
@@ -31,7 +31,7 @@ def slice_note(context: PlannerContext, job: Job, constraints: Constraints, foun
 
 def format_slices(slices: tuple[int, ...]) -> str:
     """Return `1024, 768, 256`, or for many slices the first and the last: `512, 504, ..., 320`."""
-    if len(slices) <= SHOWN:
+    if len(slices) <= LISTED_SLICES:
         return ", ".join(map(str, slices))
     return f"{slices[0]}, {slices[1]}, ..., {slices[-1]}"
 

@@ -26,13 +26,13 @@ COLLECTIVES, STATE = "collectives inside the layers", "gathers and sums of shard
 BUBBLE, TRANSFERS = "pipeline bubble", "waiting for transfers"
 REDUCTION, GATHER, UPDATE = "gradient reduction", "parameter gather", "optimizer step"
 
-PARTS = (COMPUTE, RECOMPUTATION, COLLECTIVES, STATE, BUBBLE, TRANSFERS, REDUCTION, GATHER, UPDATE)
+STEP_PARTS = (COMPUTE, RECOMPUTATION, COLLECTIVES, STATE, BUBBLE, TRANSFERS, REDUCTION, GATHER, UPDATE)
 """All parts, in the order of the table."""
 
 SECONDS_FIELDS = {F: ("F", "forward_s"), I: ("I", "input_s"), W: ("W", "weight_s"), B: ("B", "backward_s")}
 """Kind of a compute action -> its name, and its field of `StageCost`."""
 
-Shares = Mapping[str, float]
+PartShares = Mapping[str, float]
 
 
 def step_parts(simulation: PlanSimulation, network: Network, layers: LayerCosts) -> dict[str, float]:
@@ -46,7 +46,7 @@ def step_parts(simulation: PlanSimulation, network: Network, layers: LayerCosts)
         if stage_work.lane == lane
         for (kind, slice_), part in _action_shares(stage_work, work, network, layers).items()
     }
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts = dict.fromkeys(STEP_PARTS, 0.0)
     for task in np.flatnonzero((graph.kind <= B) & (graph.lane == lane)).tolist():
         operators_s = max(0.0, float(seconds[task]) - costs.overhead_s)
         parts[COMPUTE] += float(seconds[task])
@@ -72,13 +72,13 @@ def describe_part(name: str) -> str:
 
 def _action_shares(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
-) -> Mapping[tuple[int, int], Shares]:
+) -> Mapping[tuple[int, int], PartShares]:
     """Return the shares of an action's time that are not plain compute, by kind and slice of the action."""
     unsharded = replace(stage, sharded_state="none", sharded_elements=(), sharded_spread=(), state_group=0)
     plain = replace(unsharded, recompute="none")
     inside = collective_shares(unsharded, work, network, layers)
     plain_inside = collective_shares(plain, work, network, layers)
-    shares: dict[tuple[int, int], Shares] = {}
+    shares: dict[tuple[int, int], PartShares] = {}
     for slice_, (tokens, past) in enumerate(slice_places(stage.slices)):
         total, stored, bare = (
             stage_cost(variant, tokens, past, work, network, layers) for variant in (stage, unsharded, plain)

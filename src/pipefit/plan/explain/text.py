@@ -17,7 +17,7 @@ from pipefit.plan.types import (
 )
 from pipefit.units import format_bytes, format_flops, format_seconds
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
+MEMORY_ROWS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """Parts of memory in the order of the table."""
 
 SLICES_SHOWN = 4
@@ -145,7 +145,7 @@ def memory_table(plan: Plan) -> TextTable:
         rows.append(
             (
                 f"{index} {lane.kind}".rstrip(),
-                *(format_bytes(lane.parts.get(part, 0.0)) for part in PARTS),
+                *(format_bytes(lane.parts.get(part, 0.0)) for part in MEMORY_ROWS),
                 format_bytes(lane.peak_bytes),
                 format_bytes(lane.limit_bytes),
                 f"{(lane.memory.expected_bytes if lane.memory else lane.peak_bytes) / lane.limit_bytes:.0%}",
@@ -155,9 +155,9 @@ def memory_table(plan: Plan) -> TextTable:
         for kind in lane.others:
             sizes = (format_bytes(kind.peak_bytes), format_bytes(kind.limit_bytes))
             used = f"{kind.peak_bytes / kind.limit_bytes:.0%}"
-            rows.append((f"{index} {kind.kind}", *[""] * len(PARTS), *sizes, used, *([""] * 3 if known else [])))
+            rows.append((f"{index} {kind.kind}", *[""] * len(MEMORY_ROWS), *sizes, used, *([""] * 3 if known else [])))
     more = ("corrected", "at most", "risk") if known else ()
-    return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used", *more), tuple(rows))
+    return TextTable("memory per device", ("lane", *MEMORY_ROWS, "peak", "limit", "used", *more), tuple(rows))
 
 
 def _corrected_cells(memory: MemoryRisk | None) -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import simulate_plan
-from pipefit.plan.explain.step_parts import PARTS, describe_part, step_parts
+from pipefit.plan.explain.step_parts import STEP_PARTS, describe_part, step_parts
 from pipefit.plan.explain.text import TextTable, choice_cells, choice_keys
 from pipefit.plan.request.constraints import Constraints, parse_constraints
 from pipefit.plan.request.sampled_batches import SampledBatches, samples_of_spaces
@@ -30,7 +30,7 @@ EQUAL = 1e-6
 NOTED = 0.2
 """A second cause, or a gain, is named if it is at least this fraction of the largest cause."""
 
-Parts = Mapping[str, float]
+StepSeconds = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class LayoutFigures:
 
     decisions: Mapping[str, str]
     step_s: float
-    parts_s: Parts
+    parts_s: StepSeconds
     "Seconds of the busiest lane by part (`step_parts.py`); they add up to the step."
     peak_bytes: float
     limit_bytes: float
@@ -55,9 +55,9 @@ class LayoutComparison:
     asked: LayoutFigures
 
     @property
-    def difference_s(self) -> Parts:
+    def difference_s(self) -> StepSeconds:
         """Seconds by part that the layout asked for takes more than the chosen plan."""
-        return {name: self.asked.parts_s[name] - self.chosen.parts_s[name] for name in PARTS}
+        return {name: self.asked.parts_s[name] - self.chosen.parts_s[name] for name in STEP_PARTS}
 
 
 def parse_layout(words: str, batch: int) -> Constraints:
@@ -163,7 +163,7 @@ def comparison_tables(comparison: LayoutComparison) -> list[TextTable]:
         for name, figures in (("chosen", chosen), ("asked", asked))
     )
     difference_s = comparison.difference_s
-    parts = [(name, chosen.parts_s[name], asked.parts_s[name], difference_s[name]) for name in PARTS]
+    parts = [(name, chosen.parts_s[name], asked.parts_s[name], difference_s[name]) for name in STEP_PARTS]
     parts = [part for part in parts if part[1] or part[2]]
     parts.append(("step", chosen.step_s, asked.step_s, asked.step_s - chosen.step_s))
     seconds = tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
@@ -16,16 +17,16 @@ from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import linear_placement
 
-COMMON = ("microbatches", "schedule", "sharded_state", "devices", "modules", "ahead", "balance", "order")
+COMMON_KEYS = ("microbatches", "schedule", "sharded_state", "devices", "modules", "ahead", "balance", "order")
 """Constraints for all modules together."""
 
-OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple", "divide")
+MODULE_KEYS = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple", "divide")
 """Constraints for each module."""
 
 SIZE = ("replicas", "stages", "shards")
 """A module's number of devices is the product of these."""
 
-APART = ("stages", "devices")
+OWN_DEVICES_ONLY = ("stages", "devices")
 """Constraints that a module on the devices of another cannot have."""
 
 
@@ -48,43 +49,16 @@ def check_constraints(model: Model, job: Job, constraints: Constraints, samples:
 
 def _key_problems(model: Model, job: Job, constraints: Constraints) -> Iterator[PlanError]:
     names = [module.name for module in model.modules]
-    microbatches = constraints.microbatches
     for key, value in constraints.to_mapping().items():
         module, dot, setting = key.rpartition(".")
-        if (dot and (module not in names or setting not in OWN)) or (not dot and setting not in COMMON):
+        if (dot and (module not in names or setting not in MODULE_KEYS)) or (not dot and setting not in COMMON_KEYS):
             yield PlanError(
                 "This cannot be fixed for a model of several modules.",
                 where="--fix",
                 seen=key,
-                allowed=", ".join((*COMMON, *(f"{name}.{name_allowed}" for name in names for name_allowed in OWN))),
-            )
-        elif setting == "sharded_state" and value not in STATES_UP_TO_ZERO_1:
-            yield PlanError(
-                "With several modules, the replicas of a module can shard only the optimizer state.",
-                where="--fix sharded_state",
-                seen=value,
-                allowed=", ".join(STATES_UP_TO_ZERO_1),
-            )
-        elif setting in ("replicas", "shards") and len({*value}) > 1:
-            yield PlanError(
-                "With several modules, all replicas and shards of a module are of the same size.",
-                where=f"--fix {key}",
-                seen=":".join(map(str, value)),
-                next_step=f"--fix {key}={len(value)}",
-            )
-        elif setting == "recompute" and len(value) > 1:
-            yield PlanError(
-                "With several modules, all stages of a module use the same activation recomputation.",
-                where=f"--fix {key}",
-                seen=",".join(value),
-                allowed="none, selective or full",
-            )
-        elif setting == "placement" and not isinstance(value, str):
-            yield PlanError(
-                "A module has its own devices, or shares those of the largest one: on every lane, or inline at an end.",
-                where=f"--fix {key}",
-                seen=",".join(map(str, value)),
-                allowed="disjoint, shared or inline",
+                allowed=", ".join(
+                    (*COMMON_KEYS, *(f"{name}.{name_allowed}" for name in names for name_allowed in MODULE_KEYS))
+                ),
             )
         elif setting == "microbatches" and job.batch % value:
             yield PlanError(
@@ -93,29 +67,70 @@ def _key_problems(model: Model, job: Job, constraints: Constraints) -> Iterator[
                 seen=f"batch {job.batch}, microbatches {value}",
                 allowed="a divisor of the batch",
             )
-        elif setting == "multiple" and microbatches is not None and microbatches % value:
-            yield PlanError(
-                "The number of microbatches is not a multiple of those a module processes together.",
-                where=f"--fix {key}",
-                seen=f"{value} of {microbatches} microbatches",
-                allowed="a divisor of the count of microbatches",
-            )
-        elif setting == "multiple" and value > 1 and constraints.of_module(module).shard_count > 1:
-            yield PlanError(
-                "A module that processes several microbatches together cannot be sharded.",
-                where=f"--fix {key}",
-                seen=f"{value}, {constraints.of_module(module).shard_count} shards",
-                next_step=f"--fix {module}.shards=1: its replicas divide the samples among them",
-            )
-        elif setting == "schedule" and FAMILIES[value].placement(4) != linear_placement(4):
-            yield PlanError(
-                "With several modules every lane has one stage, which this schedule does not support.",
-                where="--fix schedule",
-                seen=value,
-                allowed=", ".join(
-                    name for name in sorted(FAMILIES) if FAMILIES[name].placement(4) == linear_placement(4)
-                ),
-            )
+        elif setting == "multiple":
+            yield from _multiple_problems(key, value, constraints)
+        else:
+            yield from _layout_problems(key, value)
+
+
+def _layout_problems(key: str, value: Any) -> Iterator[PlanError]:
+    """Yield errors for a value that only a plan of one module can have."""
+    setting = key.rpartition(".")[2]
+    if setting == "sharded_state" and value not in STATES_UP_TO_ZERO_1:
+        yield PlanError(
+            "With several modules, the replicas of a module can shard only the optimizer state.",
+            where="--fix sharded_state",
+            seen=value,
+            allowed=", ".join(STATES_UP_TO_ZERO_1),
+        )
+    elif setting in ("replicas", "shards") and len({*value}) > 1:
+        yield PlanError(
+            "With several modules, all replicas and shards of a module are of the same size.",
+            where=f"--fix {key}",
+            seen=":".join(map(str, value)),
+            next_step=f"--fix {key}={len(value)}",
+        )
+    elif setting == "recompute" and len(value) > 1:
+        yield PlanError(
+            "With several modules, all stages of a module use the same activation recomputation.",
+            where=f"--fix {key}",
+            seen=",".join(value),
+            allowed="none, selective or full",
+        )
+    elif setting == "placement" and not isinstance(value, str):
+        yield PlanError(
+            "A module has its own devices, or shares those of the largest one: on every lane, or inline at an end.",
+            where=f"--fix {key}",
+            seen=",".join(map(str, value)),
+            allowed="disjoint, shared or inline",
+        )
+    elif setting == "schedule" and FAMILIES[value].placement(4) != linear_placement(4):
+        linear = [name for name in sorted(FAMILIES) if FAMILIES[name].placement(4) == linear_placement(4)]
+        yield PlanError(
+            "With several modules every lane has one stage, which this schedule does not support.",
+            where="--fix schedule",
+            seen=value,
+            allowed=", ".join(linear),
+        )
+
+
+def _multiple_problems(key: str, value: int, constraints: Constraints) -> Iterator[PlanError]:
+    """Yield errors for a number of microbatches that a module cannot process together."""
+    module, microbatches = key.rpartition(".")[0], constraints.microbatches
+    if microbatches is not None and microbatches % value:
+        yield PlanError(
+            "The number of microbatches is not a multiple of those a module processes together.",
+            where=f"--fix {key}",
+            seen=f"{value} of {microbatches} microbatches",
+            allowed="a divisor of the count of microbatches",
+        )
+    elif value > 1 and constraints.of_module(module).shard_count > 1:
+        yield PlanError(
+            "A module that processes several microbatches together cannot be sharded.",
+            where=f"--fix {key}",
+            seen=f"{value}, {constraints.of_module(module).shard_count} shards",
+            next_step=f"--fix {module}.shards=1: its replicas divide the samples among them",
+        )
 
 
 def _divide_problems(model: Model, constraints: Constraints, samples: SampledBatches) -> Iterator[PlanError]:
@@ -147,7 +162,7 @@ def _device_problems(names: Sequence[str], constraints: Constraints, devices: in
     apart = [
         name
         for name in names
-        if _placement_of(name, constraints) == "disjoint" or _fixed_keys(name, APART, constraints)
+        if _placement_of(name, constraints) == "disjoint" or _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
     ]
     limit = min(devices, constraints.devices or devices)
     for together in (apart, *([name] for name in names)):
@@ -194,36 +209,15 @@ def sharing_choices(constraints: Constraints, names: Sequence[str], able: Collec
     These are all subsets of the `able` modules that the constraints allow. Raises PlanError if a constraint cannot be
     obeyed.
     """
-    asked = {name: _placement_of(name, constraints) for name in names}
-    choices = []
+    choices: list[tuple[tuple[str, ...], ...]] = []
     for name in names:
-        pinned, multiple = _fixed_keys(name, APART, constraints), constraints.of_module(name).multiple
-        together = multiple is not None
-        explicit = constraints.of_module(name).placement == "shared" or together
-        if together and asked[name] not in (None, "shared"):
-            raise PlanError(
-                "Only a module that shares devices can process several microbatches together.",
-                where=f"--fix {name}.multiple",
-                seen=f"{multiple}, placement {asked[name]}",
-                next_step=f"drop it, or --fix {name}.placement=shared",
-            )
-        if explicit and name not in able:
-            raise PlanError(
-                "This module cannot share the devices of another.",
-                where=f"--fix {name}.{'multiple' if together else 'placement'}",
-                seen=multiple if together else "shared",
-                allowed=f"shared for {', '.join(sorted(able))}" if able else "disjoint for every module of this model",
-                next_step="modules at an end of the chain, next to the one with the most work, can share its devices",
-            )
-        if explicit and pinned:
-            raise PlanError(
-                "A module that shares devices is complete on every lane: it has no stages or devices of its own.",
-                where=f"--fix {name}.placement",
-                seen=f"shared, with {', '.join(pinned)}",
-                next_step=f"drop --fix {pinned[0]}, or fix {name}.placement=disjoint",
-            )
-        if name in able and not pinned and asked[name] != "disjoint":
-            choices.append(((name,),) if explicit or asked[name] == "shared" else ((), (name,)))
+        module, placement = constraints.of_module(name), _placement_of(name, constraints)
+        pinned = _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
+        explicit = module.placement == "shared" or module.multiple is not None
+        if explicit:
+            _check_shared(name, constraints, able)
+        if name in able and not pinned and placement != "disjoint":
+            choices.append(((name,),) if explicit or placement == "shared" else ((), (name,)))
     if constraints.modules == "shared" and not choices:
         raise PlanError(
             "No module can share the devices of another.",
@@ -235,6 +229,34 @@ def sharing_choices(constraints: Constraints, names: Sequence[str], able: Collec
             next_step="modules at an end of the chain, beside the one with most work, can share its devices",
         )
     return [frozenset(itertools.chain.from_iterable(subsets)) for subsets in itertools.product(*choices)]
+
+
+def _check_shared(name: str, constraints: Constraints, able: Collection[str]) -> None:
+    """Raise PlanError if a module that the constraints put on the devices of another cannot be there."""
+    multiple, placement = constraints.of_module(name).multiple, _placement_of(name, constraints)
+    pinned = _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
+    if multiple is not None and placement not in (None, "shared"):
+        raise PlanError(
+            "Only a module that shares devices can process several microbatches together.",
+            where=f"--fix {name}.multiple",
+            seen=f"{multiple}, placement {placement}",
+            next_step=f"drop it, or --fix {name}.placement=shared",
+        )
+    if name not in able:
+        raise PlanError(
+            "This module cannot share the devices of another.",
+            where=f"--fix {name}.{'placement' if multiple is None else 'multiple'}",
+            seen="shared" if multiple is None else multiple,
+            allowed=f"shared for {', '.join(sorted(able))}" if able else "disjoint for every module of this model",
+            next_step="modules at an end of the chain, next to the one with the most work, can share its devices",
+        )
+    if pinned:
+        raise PlanError(
+            "A module that shares devices is complete on every lane: it has no stages or devices of its own.",
+            where=f"--fix {name}.placement",
+            seen=f"shared, with {', '.join(pinned)}",
+            next_step=f"drop --fix {pinned[0]}, or fix {name}.placement=disjoint",
+        )
 
 
 def allows_inline(constraints: Constraints, names: Sequence[str], able: Collection[str]) -> bool:
@@ -253,7 +275,7 @@ def allows_inline(constraints: Constraints, names: Sequence[str], able: Collecti
             allowed=f"inline for {' and '.join(sorted(able))}" if beside and able else "disjoint or shared",
             next_step="every other module has to be next to the one with the most work, at an end of the chain",
         )
-    excluded = (*APART, "multiple")
+    excluded = (*OWN_DEVICES_ONLY, "multiple")
     conflicts = [key for name in names if name in able for key in _fixed_keys(name, excluded, constraints)]
     conflicts += [f"{name}.placement" for name in able if constraints.of_module(name).placement not in (None, "inline")]
     conflicts += ["modules"] if constraints.modules not in (None, "inline") else []

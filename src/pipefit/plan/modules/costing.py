@@ -20,9 +20,10 @@ from pipefit.cost.compute.roofline import LayerCost, LayerCosts
 from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S, layer_costs
 from pipefit.cost.static_memory import GRADIENT_BYTES, WORKSPACE_BYTES, static_parts
 from pipefit.cost.types import Array
-from pipefit.cost.work import ParameterCounts, Recompute, StageWork
+from pipefit.cost.work import ParameterCounts, StageWork
 from pipefit.errors import PlanError
 from pipefit.layout import Mesh, MeshAxis, TensorForm
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import ModelModule
 from pipefit.optimizers import find_optimizer
 from pipefit.plan.assemble.packed_rows import CONDITIONS, frozen_layers
@@ -37,9 +38,9 @@ from pipefit.plan.types import Job, SampleLoad
 SHARDINGS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
 """Programs over a shard axis, in order of preference."""
 
-ALONE: tuple[Sharding, ...] = ("none",)
+UNSHARDED_STYLES: tuple[Sharding, ...] = ("none",)
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+MODULE_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 
 NO_PARAMETERS = ParameterCounts(trainable=(0,), frozen=(0,), whole=(0,))
 
@@ -83,7 +84,7 @@ class ModuleCosting:
         """Return the profile of a module, in the variants its constraints allow. Raises PlanError if there are none."""
         variants, meant = [], []
         for sharding, shards, programs in self._layer_programs(module, constraints):
-            for recompute in [constraints.recompute[0]] if constraints.recompute is not None else RECOMPUTE:
+            for recompute in [constraints.recompute[0]] if constraints.recompute is not None else MODULE_RECOMPUTES:
                 layer_costs_by_samples = [
                     self._layer_costs(module, programs, shards, recompute, samples) for samples in (1, 2)
                 ]
@@ -125,7 +126,7 @@ class ModuleCosting:
         counts = [1 << n for n in range(host_devices.bit_length())]
         counts = counts if constraints.shards is None else [constraints.shard_count]
         for count in counts:
-            for sharding in SHARDINGS if count > 1 else ALONE:
+            for sharding in SHARDINGS if count > 1 else UNSHARDED_STYLES:
                 try:
                     programs = [self.programs.layer_program(layer, sharding, (1,) * count) for layer in module.layers]
                 except PlanError:

@@ -15,20 +15,19 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import BestValues, LayoutOptions, drop_dominated, filter_fixed, options_of
 from pipefit.plan.modules.profile import ModuleProfile
 from pipefit.plan.modules.sharing import DeviceSharing, GuestModule
 
-ROUNDING = 1 - 1e-12
+BOUND_ROUNDING = 1 - 1e-12
 """Bounds are multiplied by this: sums in another order may differ by as much."""
 
-Key = tuple[int, int, int, tuple[int, ...]]
+ModuleKey = tuple[int, int, int, tuple[int, ...]]
 """(variant, row, replicas, variants of the guests) of a module."""
 
-Kept = tuple[float, int, int, tuple[Key, ...]]
+Kept = tuple[float, int, int, tuple[ModuleKey, ...]]
 """Minus the step, minus devices, minus microbatches, and the keys of the modules with devices of their own."""
 
 
@@ -106,7 +105,7 @@ def relaxed_s(frontiers: Sequence[DeviceFrontier], microbatches: int, devices: i
     slowest_s, through_s = float(ends[enough.argmax()]), fsum(frontier.best.through_s for frontier in frontiers)
     return (
         through_s + (microbatches - 1) * slowest_s + max(frontier.best.reduce_s for frontier in frontiers)
-    ) * ROUNDING
+    ) * BOUND_ROUNDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ class DivisionSearch:
             return float("inf")
         frontiers = [self.known.device_frontier(modules, profile, microbatches) for profile in modules.own]
         relaxed_bound_s = relaxed_s(frontiers, microbatches, modules.devices)
-        return max(relaxed_bound_s, modules.work_s * ROUNDING)
+        return max(relaxed_bound_s, modules.work_s * BOUND_ROUNDING)
 
     def combine_layouts(self, microbatches: int, until_s: float) -> None:
         """Combine the layouts of all modules for one count of microbatches to steps of at most `until_s`."""
@@ -327,7 +326,7 @@ class _PartialChoice:
     reduce_s: float = 0.0
     devices: int = 0
     stages: int = 0
-    keys: tuple[Key, ...] = ()
+    keys: tuple[ModuleKey, ...] = ()
 
     def with_option(self, options: LayoutOptions, index: int) -> _PartialChoice:
         """Return the choice with one more option, of the module before."""
@@ -360,6 +359,6 @@ class _PartialChoice:
         return steps_s
 
 
-def _option_key(options: LayoutOptions, index: int) -> Key:
+def _option_key(options: LayoutOptions, index: int) -> ModuleKey:
     variant, row, replicas = (int(column[index]) for column in (options.way, options.row, options.replicas))
     return variant, row, replicas, tuple(options.beside[index].tolist()) if options.beside.shape[1] else ()

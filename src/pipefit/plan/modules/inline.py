@@ -20,9 +20,8 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.options import LayoutOptions, filter_fixed, options_of
 from pipefit.plan.modules.orchestrate import ModuleArrangement, ModuleLayout, OrchestrationResult, backbone_of
@@ -50,27 +49,8 @@ def inline_layouts(
     """
     free = all(len({variant.recompute for variant in profile.ways}) > 1 for profile in profiles)
     joined = join_modules(profiles, passes, alike=devices > DIVISION_BUDGET.free_inline_devices, free=free)
-    replicas = {
-        name: replica_fixed["replicas"] for name, replica_fixed in (fixed or {}).items() if "replicas" in replica_fixed
-    }
-    backbone_fixed = (fixed or {}).get(joined.profile.name, {})
-    count_choices = (
-        list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
-    )
-    if not joined.profile.ways:
-        count_choices = []
-    options_by_count: list[tuple[int, LayoutOptions]] = []
-    best_s = np.inf
-    for bound_s, count in sorted((joined.least_s(count, batch, devices), count) for count in count_choices):
-        if bound_s > best_s * (1 + DIVISION_BUDGET.step_slack):
-            break
-        samples = batch // count
-        for replica_fixed in joined.replica_choices(backbone_fixed, replicas):
-            options = filter_fixed(
-                options_of(joined.profile, count, samples, devices, limit_bytes, replica_fixed), backbone_fixed
-            )
-            options_by_count.append((count, joined.feasible_options(options, samples, replicas)))
-            best_s = min(best_s, float(_step_times_s(*options_by_count[-1]).min(initial=np.inf)))
+    count_choices = list(counts) if counts is not None else [n for n in range(1, batch + 1) if batch % n == 0]
+    options_by_count = _list_options(joined, count_choices, batch, devices, limit_bytes, fixed or {})
     reduce_s = np.concatenate([np.zeros(0), *(options.reduce_s for _, options in options_by_count)])
     step_s = np.concatenate([np.zeros(0), *itertools.starmap(_step_times_s, options_by_count)]) + reduce_s
     starts = np.cumsum([0, *(options.size for _, options in options_by_count)])
@@ -91,6 +71,34 @@ def inline_layouts(
         layouts = joined.split_layouts(options, int(index - starts[batch_index]))
         best.append(ModuleArrangement(microbatches=count, modules=layouts, step_s=float(step_s[index])))
     return OrchestrationResult(best=tuple(best), considered=len(step_s), combined=len(best))
+
+
+def _list_options(
+    joined: JoinedModules,
+    count_choices: Sequence[int],
+    batch: int,
+    devices: int,
+    limit_bytes: float,
+    fixed: Mapping[str, Mapping[str, int]],
+) -> list[tuple[int, LayoutOptions]]:
+    """Return (microbatches, feasible options), the least bound first, until no count can be fast enough."""
+    replicas = {name: module_fixed["replicas"] for name, module_fixed in fixed.items() if "replicas" in module_fixed}
+    backbone_fixed = fixed.get(joined.profile.name, {})
+    options_by_count: list[tuple[int, LayoutOptions]] = []
+    best_s = np.inf
+    if not joined.profile.ways:
+        return options_by_count
+    for bound_s, count in sorted((joined.least_s(count, batch, devices), count) for count in count_choices):
+        if bound_s > best_s * (1 + DIVISION_BUDGET.step_slack):
+            break
+        samples = batch // count
+        for replica_fixed in joined.replica_choices(backbone_fixed, replicas):
+            options = filter_fixed(
+                options_of(joined.profile, count, samples, devices, limit_bytes, replica_fixed), backbone_fixed
+            )
+            options_by_count.append((count, joined.feasible_options(options, samples, replicas)))
+            best_s = min(best_s, float(_step_times_s(*options_by_count[-1]).min(initial=np.inf)))
+    return options_by_count
 
 
 def _step_times_s(microbatches: int, options: LayoutOptions) -> Array:

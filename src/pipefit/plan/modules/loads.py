@@ -11,8 +11,7 @@ from math import ceil
 
 import numpy as np
 
-from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 
 

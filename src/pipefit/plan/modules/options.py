@@ -10,8 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.profile import AllCuts, ModuleProfile
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.work import Recompute
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.modules.device_division import DivisionProblem, DivisionSearch, Kept, OptionCache
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 from pipefit.plan.modules.profile import ModuleProfile

@@ -57,21 +57,8 @@ def neighbour_layouts(
         free = fixed.shards is None and fixed.replicas is None
         for changed in (*_cut_elsewhere(config, layers), *_toggle_recompute(config, fixed.recompute is not None)):
             yield from _run_as(decisions, costed, index, changed)
-        devices = len(config.replicas) * len(config.shards)
-        able = images.get(name, 0.0) if devices <= MODULE_SEARCH_BUDGET.divided_devices else 0.0
-        for divided in _division_choices(name in decisions.divided, able, fixed.divide is not None):
-            redivided = _with_division(decisions, name, divided)
-            pieces_per_microbatch = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)
-            if redivided != decisions and 1 < len(config.replicas) <= pieces_per_microbatch:
-                yield redivided
-            if free and name in (decisions.inline if not divided else (*decisions.inline, *decisions.guests)):
-                backbone_shards = len(dict(decisions.modules)[decisions.backbone].shards)
-                for changed in _change_grid(
-                    config, backbone_shards if decisions.multiple_of(name) == 1 else 1, pieces_per_microbatch
-                ):
-                    yield from _run_as(redivided, costed, index, changed)
-        packed = costed[index].ways[0].load.space != "samples"
-        if name in decisions.guests and packed and fixed.multiple is None:
+        yield from _redivided_layouts(decisions, costed, index, samples, images, constraints)
+        if name in decisions.guests and costed[index].ways[0].load.space != "samples" and fixed.multiple is None:
             pieces = samples * (images[name] if name in decisions.divided else 1.0)
             for multiple, changed in _guest_multiples(decisions, name, config, pieces):
                 if changed == config or free:
@@ -81,6 +68,32 @@ def neighbour_layouts(
                         remade,
                         multiples=tuple((guest, count) for guest, count in multiples.items() if count > 1),
                     )
+
+
+def _redivided_layouts(
+    decisions: MultiModuleConfig,
+    costed: Sequence[CostedModule],
+    index: int,
+    samples: int,
+    images: Mapping[str, float],
+    constraints: Constraints,
+) -> Iterator[MultiModuleConfig]:
+    """Yield layouts in which a module divides its samples or images otherwise, or over another grid of devices."""
+    name, config = decisions.modules[index]
+    fixed = constraints.of_module(name)
+    devices = len(config.replicas) * len(config.shards)
+    able = images.get(name, 0.0) if devices <= MODULE_SEARCH_BUDGET.divided_devices else 0.0
+    multiple = decisions.multiple_of(name)
+    for divided in _division_choices(name in decisions.divided, able, fixed.divide is not None):
+        redivided = _with_division(decisions, name, divided)
+        pieces = samples * multiple * (images[name] if divided else 1.0)
+        if redivided != decisions and 1 < len(config.replicas) <= pieces:
+            yield redivided
+        free = fixed.shards is None and fixed.replicas is None
+        if free and name in (decisions.inline if not divided else (*decisions.inline, *decisions.guests)):
+            backbone_shards = len(dict(decisions.modules)[decisions.backbone].shards)
+            for changed in _change_grid(config, backbone_shards if multiple == 1 else 1, pieces):
+                yield from _run_as(redivided, costed, index, changed)
 
 
 def _run_as(

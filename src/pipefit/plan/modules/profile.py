@@ -14,16 +14,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.modules.loads import SampleDealer
 from pipefit.plan.modules.module_budgets import DIVISION_BUDGET
 
 NEARLY = 1 - 1e-12
 """Tolerance for rounding in comparisons of sizes."""
 
-COLUMNS = (
+FIGURE_NAMES = (
     "fixed_s", "sample_s", "static_bytes", "state_bytes", "saved_bytes", "gradient_bytes", "passing_bytes", "behind",
 )  # fmt: skip
 """Columns of a stage in `StageCuts`: sums over its layers, but the maximum of `passing_bytes`; `behind` is the number
@@ -147,7 +146,7 @@ class AllCuts:
         self.sizes: Ints = np.concatenate([cuts.sizes for cuts in cuts_by_variant])
         self.first: Ints = np.cumsum(self.sizes) - self.sizes
         self.stages: dict[str, Array] = dict(
-            zip(COLUMNS, np.concatenate([cuts.stages for cuts in cuts_by_variant], axis=1), strict=True)
+            zip(FIGURE_NAMES, np.concatenate([cuts.stages for cuts in cuts_by_variant], axis=1), strict=True)
         )
         "The columns of `StageCuts`, by name."
         self.most_gradient_bytes = self.largest_stages(self.stages["gradient_bytes"])
@@ -191,17 +190,17 @@ class StageCuts:
         self.sizes: Ints = np.array([stages_by_cut[index].shape[1] for index in cut_indices], dtype=np.int64)
         self.first: Ints = np.cumsum([0, *self.sizes[:-1]])
         self.stages: Array = np.concatenate([stages_by_cut[index] for index in cut_indices], axis=1)
-        "[COLUMNS, stage]"
+        "[FIGURE_NAMES, stage]"
 
 
 def _stage_columns(way: ModuleVariant, cuts: Sequence[tuple[int, ...]]) -> tuple[Array, Ints]:
-    """Return ([COLUMNS, stage] of one cut after the other, index of the first stage of each)."""
+    """Return ([FIGURE_NAMES, stage] of one cut after the other, index of the first stage of each)."""
     layers = len(way.sample_s)
     starts = np.concatenate([np.array(bounds[:-1]) + index * layers for index, bounds in enumerate(cuts)])
     counts = np.array([len(bounds) - 1 for bounds in cuts])
     first = np.cumsum(counts) - counts
-    summed = np.tile(np.stack([getattr(way, name) for name in COLUMNS[:-2]]), len(cuts))
-    columns = np.empty((len(COLUMNS), len(starts)))
+    summed = np.tile(np.stack([getattr(way, name) for name in FIGURE_NAMES[:-2]]), len(cuts))
+    columns = np.empty((len(FIGURE_NAMES), len(starts)))
     columns[:-2] = np.add.reduceat(summed, starts, axis=1)
     columns[-2] = np.maximum.reduceat(np.tile(way.passing_bytes, len(cuts)), starts)
     columns[-1] = np.repeat(first + counts, counts) - np.arange(len(starts))

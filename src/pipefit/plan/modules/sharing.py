@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.plan.bounds.step_bounds import Ints
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.modules.options import UNBOUNDED, LayoutOptions
 from pipefit.plan.modules.profile import ModuleProfile
 

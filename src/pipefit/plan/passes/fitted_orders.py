@@ -19,10 +19,11 @@ from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.assemble.order import order_problem
 from pipefit.plan.assemble.pipeline_work import PlanSkeleton, pipeline_work
 from pipefit.plan.bounds.step_bounds import table_bound_s
-from pipefit.plan.candidates.space import RECOMPUTE
+from pipefit.plan.candidates.space import RECOMPUTE_CHOICES
 from pipefit.plan.evaluate.evaluate import evaluate_candidate, simulate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -30,7 +31,7 @@ from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.passes.search import TIE, search_plans
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 from pipefit.schedule.fit.family import FIT
 from pipefit.simulate import simulate_schedule
 
@@ -168,7 +169,7 @@ def recompute_choices(constraints: Constraints, layout: ParallelConfig) -> list[
     """Return the kinds of recomputation a layout may choose from; a choice that varies by stage is kept."""
     if constraints.recompute is not None:
         return [constraints.recompute]
-    return [layout.recompute, *(recompute for recompute in RECOMPUTE if recompute != layout.recompute)]
+    return [layout.recompute, *(recompute for recompute in RECOMPUTE_CHOICES if recompute != layout.recompute)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,15 +302,10 @@ def _short_list(
     budget = FITTING_BUDGET
     best_s = found.fitting[0].step_s if found.fitting else float("inf")
     longest_s = best_s * (1 + budget.step_slack)
-    scored = [(entry.step_s, 1.0, entry.decisions) for entry in found.fitting if entry.step_s <= longest_s]
     sure = [*(entry.decisions for entry in found.fitting[:1]), *before]
-    scored += [(best_s, 1.0, decisions) for decisions in before]
-    for misfit in found.misfits:
-        if misfit.bound_s < best_s:
-            scored.append((misfit.bound_s, max(1.0, misfit.peak_bytes / misfit.limit_bytes), misfit.decisions))
     ready: list[tuple[float, int, Listed]] = []
     seen: set[ParallelConfig] = set()
-    for step_s, lack, decisions in sorted(scored, key=lambda entry: (entry[1] > 1, entry[0] * entry[1])):
+    for step_s, lack, decisions in _score_layouts(found, best_s, before):
         key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
         key = replace(key, cuts=decisions.cuts) if decisions in before else key
         if (
@@ -334,6 +330,19 @@ def _short_list(
         if len(result) >= most or actions >= budget.total_actions:
             break
     return result
+
+
+def _score_layouts(
+    found: SearchResult, best_s: float, before: Sequence[ParallelConfig]
+) -> list[tuple[float, float, ParallelConfig]]:
+    """Return (step or its bound, need of memory over the limit but at least 1, decisions), those that fit first."""
+    longest_s = best_s * (1 + FITTING_BUDGET.step_slack)
+    scored = [(entry.step_s, 1.0, entry.decisions) for entry in found.fitting if entry.step_s <= longest_s]
+    scored += [(best_s, 1.0, decisions) for decisions in before]
+    for misfit in found.misfits:
+        if misfit.bound_s < best_s:
+            scored.append((misfit.bound_s, max(1.0, misfit.peak_bytes / misfit.limit_bytes), misfit.decisions))
+    return sorted(scored, key=lambda entry: (entry[1] > 1, entry[0] * entry[1]))
 
 
 def _action_count(parts: PlanSkeleton) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipefit.cluster.topology import has_alike_hosts
 from pipefit.errors import PlanError
+from pipefit.optimizers.sharded_state import shards_optimizer
 from pipefit.plan.candidates.grid import CandidateGrid
 from pipefit.plan.evaluate.outcome import SearchResult, merge_results
 from pipefit.plan.evaluate.planner_context import PlannerContext
@@ -72,7 +73,8 @@ def search_state_groups(
 
 def _groups_apply(context: PlannerContext, constraints: Constraints) -> bool:
     """Return whether the constraints leave room for groups, and the cluster has several equal hosts."""
-    if constraints.state_group is not None or constraints.sharded_state == "none" or constraints.groups:
+    state = constraints.sharded_state
+    if constraints.state_group is not None or constraints.groups or (state is not None and not shards_optimizer(state)):
         return False
     if isinstance(constraints.mapping, tuple) or constraints.slices not in (None, 1):
         return False
@@ -82,7 +84,8 @@ def _groups_apply(context: PlannerContext, constraints: Constraints) -> bool:
 
 def _promising_grids(searcher: LayoutSearch, space: list[CandidateGrid]) -> list[CandidateGrid]:
     """Return the grids with groups whose estimated step is below the best plan, those with the smallest ones."""
-    grouped = [grid for panel in searcher.unsliced_grids(space) for grid in _with_groups(panel, searcher.context)]
+    ungrouped = searcher.unsliced_grids(space)
+    grouped = [grid for plain in ungrouped for grid in _with_groups(plain, searcher.context)]
     best_s = searcher.fitting[0].step_s if searcher.fitting else float("inf")
     estimated: list[tuple[float, int]] = []
     for places, floor in searcher.floors.bound_batches(grouped):
@@ -92,14 +95,14 @@ def _promising_grids(searcher: LayoutSearch, space: list[CandidateGrid]) -> list
     return [grouped[index] for _, index in ranked[: STATE_GROUP_BUDGET.grids]]
 
 
-def _with_groups(panel: CandidateGrid, context: PlannerContext) -> Iterator[CandidateGrid]:
+def _with_groups(plain: CandidateGrid, context: PlannerContext) -> Iterator[CandidateGrid]:
     """Yield the grid with groups of every size that divides the replicas on a host, for each rank order in which they
     span several hosts. Expert parallelism shards state over all devices of a stage."""
-    states = tuple(state for state in panel.sharded_state if state != "none")
-    even = tuple(count for count in panel.counts if len({*count[1]}) == 1)
-    divides_rows = splits_rows(panel.sharding) or panel.expert > 1
-    for inner in panel.inner if states and even and not divides_rows else ():
-        grid = replace(panel, inner=(inner,), counts=even, sharded_state=states)
+    states = tuple(filter(shards_optimizer, plain.sharded_state))
+    even = tuple(count for count in plain.counts if len({*count[1]}) == 1)
+    divides_rows = splits_rows(plain.sharding) or plain.expert > 1
+    for inner in plain.inner if states and even and not divides_rows else ():
+        grid = replace(plain, inner=(inner,), counts=even, sharded_state=states)
         members = _members_in_host(grid, context)
         for size in range(2, members + 1):
             if members % size == 0:

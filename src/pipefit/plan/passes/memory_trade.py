@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from pipefit.cost.memory.order_limits import order_limits
 from pipefit.errors import ScheduleError
+from pipefit.model.analysis.saved import Recompute
 from pipefit.plan.assemble.structure import FormsError
-from pipefit.plan.candidates.space import RECOMPUTE
+from pipefit.plan.candidates.space import RECOMPUTE_CHOICES
 from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.outcome import EvaluatedPlan
@@ -21,7 +22,7 @@ from pipefit.plan.evaluate.simplicity import choose_simplest
 from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, fit_layout, recompute_choices, tables_of
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.types import Job, Recompute, TradePoint
+from pipefit.plan.types import Job, TradePoint
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
 from pipefit.schedule.fit.family import FIT
 
@@ -129,21 +130,12 @@ def _evaluate_families(
     context: PlannerContext, job: Job, constraints: Constraints, layout: ParallelConfig, many: bool
 ) -> Iterator[EvaluatedPlan]:
     """Yield every family and kind of recomputation on these lanes, whether it fits or not."""
-    layers = len(context.only_module.layers)
     recomputes: Sequence[tuple[Recompute, ...]] = (
-        [constraints.recompute] if constraints.recompute is not None else RECOMPUTE
+        [constraints.recompute] if constraints.recompute is not None else RECOMPUTE_CHOICES
     )
     if many and layout.recompute in recomputes:
         recomputes = [layout.recompute]
-    shown = sorted(name for name, family in FAMILIES.items() if family.shown_in_trade)
-    for name in shown if layout.lane_count > 1 else [_single_lane_family(layout)]:
-        placement = FAMILIES[name].placement(layout.lane_count)
-        if len(placement) > layers or layout.unit_count < FAMILIES[name].least_units(layout.lane_count):
-            continue
-        if constraints.placement is not None and placement != layout.lane_of_stage:
-            continue
-        if constraints.cuts is not None and len(placement) != len(constraints.cuts) + 1:
-            continue
+    for name, placement in _traded_families(constraints, layout, len(context.only_module.layers)):
         for recompute in recomputes:
             if len(recompute) not in (1, len(placement)):
                 continue
@@ -159,6 +151,21 @@ def _evaluate_families(
                 yield evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
             except (ScheduleError, FormsError):  # some forms of the hidden state cannot be sent back between groups
                 continue
+
+
+def _traded_families(
+    constraints: Constraints, layout: ParallelConfig, layers: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the families that can run on the lanes of a layout, with their stage placements."""
+    shown = sorted(name for name, family in FAMILIES.items() if family.shown_in_trade)
+    for name in shown if layout.lane_count > 1 else [_single_lane_family(layout)]:
+        placement = FAMILIES[name].placement(layout.lane_count)
+        if len(placement) > layers or layout.unit_count < FAMILIES[name].least_units(layout.lane_count):
+            continue
+        if constraints.placement is not None and placement != layout.lane_of_stage:
+            continue
+        if constraints.cuts is None or len(placement) == len(constraints.cuts) + 1:
+            yield name, placement
 
 
 def _single_lane_family(layout: ParallelConfig) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pipefit.cost.types import Array, Ints
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds.estimates import sliced_guess_s
 from pipefit.plan.candidates.sliced_grids import SPLIT_IDLE
@@ -23,8 +24,8 @@ from pipefit.plan.passes.search import TIE
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.slicing.batch import best_batch
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf
-from pipefit.plan.slicing.refine import Slices, Value, refine_slices
+from pipefit.plan.slicing.cuts import TimeOf
+from pipefit.plan.slicing.refine import Slices, SlicingScore, refine_slices
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -67,7 +68,7 @@ def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, fo
         start = min(near, key=_plan_value, default=start)
     looked = {start.decisions.slices: start}
 
-    def evaluate_slices(slices: Slices) -> Value:
+    def evaluate_slices(slices: Slices) -> SlicingScore:
         if slices not in looked:
             if len(slices) == 1 or (pinned is not None and len(slices) != pinned):
                 return float("inf"), float("inf")
@@ -185,7 +186,7 @@ class _SliceTimes:
             self.slicer.slowest_stage(replace(self.layout, microbatches=self.rows // size))
         )
 
-        def time_of(tokens: Counts, past: Counts) -> Seconds:
+        def time_of(tokens: Ints, past: Ints) -> Array:
             return module_time(tokens, past) / self.layout.lane_count + self.action_s
 
         return time_of
@@ -195,5 +196,5 @@ def _evaluate_decisions(context: PlannerContext, job: Job, decisions: ParallelCo
     return evaluate_candidate(context, decisions, context.make_skeleton(job, decisions))
 
 
-def _plan_value(one: EvaluatedPlan) -> Value:
+def _plan_value(one: EvaluatedPlan) -> SlicingScore:
     return (0.0 if one.simulation.fits_in_memory else max(1.0, one.peak_bytes - one.limit_bytes)), one.step_s

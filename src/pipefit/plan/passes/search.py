@@ -117,7 +117,7 @@ class LayoutSearch:
         parts = [part for part in parts if part]
         bounds = [self.explore_grids(part, self.budget.order_actions, patient=part is parts[-1]) for part in parts]
         sliced = self.promising_sliced(space)
-        considered = sum(panel.candidate_count for panel in (*plain, *sliced))
+        considered = sum(grid.candidate_count for grid in (*plain, *sliced))
         if considered == 1:
             decisions, layers = (*plain, *sliced)[0].decisions_at(0), len(self.context.only_module.layers)
             check_config(decisions, self.job, layers, self.context.network.devices)
@@ -142,17 +142,17 @@ class LayoutSearch:
 
     def unsliced_grids(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
         """Return the grids without slices."""
-        unsliced_grids = (unsliced_grid(panel, families_only(self.constraints)) for panel in space)
+        unsliced_grids = (unsliced_grid(grid, families_only(self.constraints)) for grid in space)
         return [unsliced for unsliced in unsliced_grids if unsliced is not None]
 
     def promising_sliced(self, space: Sequence[CandidateGrid]) -> list[CandidateGrid]:
         """Return the sliced grids that may beat the best plan so far."""
         if self.constraints.slices is not None:
             families = families_only(self.constraints)
-            sliced_grids = (slice_grid(panel, self.job, families, self.slicer) for panel in space)
+            sliced_grids = (slice_grid(grid, self.job, families, self.slicer) for grid in space)
             return [sliced for sliced in sliced_grids if sliced is not None]
-        hope = PruningThreshold(self.floors, self.fitting[0].step_s if self.fitting else float("inf"))
-        return best_sliced_grids(most_promising(space, hope, self.few), self.slicer, hope, self.few)
+        threshold = PruningThreshold(self.floors, self.fitting[0].step_s if self.fitting else float("inf"))
+        return best_sliced_grids(most_promising(space, threshold, self.few), self.slicer, threshold, self.few)
 
     def explore_grids(
         self, space: Sequence[CandidateGrid], budget: float, more: float = 0.0, patient: bool = True

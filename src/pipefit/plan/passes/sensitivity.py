@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import ge
 
+from pipefit.cluster.calibration import scale_links, scale_matrix
 from pipefit.cluster.catalogue import DataSheet, device_sheets
 from pipefit.cluster.kinds import data_sheet_kind, sheet_peaks
 from pipefit.cluster.measured import ClusterMeasurements, PortSharing
 from pipefit.cluster.spec import uniform_rail
-from pipefit.cluster.types import Cluster, Link, Rail, is_processor
+from pipefit.cluster.types import Cluster, Rail, is_processor
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import best_costs
 from pipefit.cost.pipeline.contention import with_contention
@@ -158,19 +159,8 @@ def _comparable_figures(sheet: DataSheet) -> tuple[float, ...]:
 def faster_links(cluster: Cluster, factor: float = SENSITIVITY_BUDGET.link_speedup) -> Cluster:
     """Return the cluster with every message `factor` times as fast: latency, bandwidth, and the measured curves."""
     measured = cluster.measured
-    return replace(
-        cluster,
-        links={name: _faster_link(link, factor) for name, link in cluster.links.items()},
-        rails=tuple(
-            replace(
-                rail,
-                latency_s=_scale_matrix(rail.latency_s, 1 / factor),
-                bandwidth_bytes_per_s=_scale_matrix(rail.bandwidth_bytes_per_s, factor),
-            )
-            for rail in cluster.rails
-        ),
-        measured=None if measured is None else _faster_curves(measured, factor),
-    )
+    faster = scale_links(cluster, factor, 1 / factor)
+    return faster if measured is None else replace(faster, measured=_faster_curves(measured, factor))
 
 
 def extend_cluster(cluster: Cluster) -> tuple[str, Cluster]:
@@ -234,10 +224,6 @@ def _on_faster_links(context: PlannerContext, best: EvaluatedPlan) -> float:
     return simulate_schedule(simulation.timeline.schedule, costs).makespan_s
 
 
-def _faster_link(link: Link, factor: float) -> Link:
-    return replace(link, latency_s=link.latency_s / factor, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
-
-
 def _faster_curves(measured: ClusterMeasurements, factor: float) -> ClusterMeasurements:
     return replace(
         measured,
@@ -248,7 +234,7 @@ def _faster_curves(measured: ClusterMeasurements, factor: float) -> ClusterMeasu
         rails={
             name: replace(
                 curve,
-                time_s=tuple(_scale_matrix(matrix, 1 / factor) for matrix in curve.time_s),
+                time_s=tuple(scale_matrix(matrix, 1 / factor) for matrix in curve.time_s),
                 sharing=None if curve.sharing is None else _wider_ports(curve.sharing, factor),
             )
             for name, curve in measured.rails.items()
@@ -273,10 +259,6 @@ def _wider_ports(sharing: PortSharing, factor: float) -> PortSharing:
             for uplink in sharing.uplinks
         ),
     )
-
-
-def _scale_matrix(matrix: Sequence[Sequence[float]], factor: float) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(entry * factor for entry in row) for row in matrix)
 
 
 def _grow_rail(rail: Rail) -> Rail:

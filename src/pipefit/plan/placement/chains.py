@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipefit.cost.types import Ints
 from pipefit.plan.placement.kernels.tables import ChainTable
-from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.shape import PlacementProblem
 
 MOST_REPLICAS = 64

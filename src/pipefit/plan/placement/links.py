@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipefit.cluster.types import Cluster, Rail
 from pipefit.cost.comm.network import Network
 from pipefit.cost.compute.curves import message_time_s
 from pipefit.cost.types import Array
+from pipefit.cost.types import Ints as Ints
 
 TICK_S = 1e-12
 
-ALIKE = 0.01
+EQUAL_LINK_TOLERANCE = 0.01
 """Links whose values differ by less than this fraction of the largest count as equal: no measurement repeats better."""
-
-Ints = NDArray[np.int64]
 
 
 class LinkArrays(NamedTuple):
@@ -94,9 +92,9 @@ def link_arrays(network: Network, sizes: Sequence[float]) -> LinkArrays:
 
 
 def links_differ(cluster: Cluster) -> bool:
-    """Return whether the assignment of hosts can matter: some link or kind of device differs (by more than ALIKE).
+    """Return whether the assignment of hosts can matter: some link or kind of device differs.
 
-    If False, all host orders cost the same.
+    Differences up to EQUAL_LINK_TOLERANCE do not count.     If False, all host orders cost the same.
     """
     if len(cluster.hosts) < 2:
         return False
@@ -115,7 +113,7 @@ def links_differ(cluster: Cluster) -> bool:
 
 def _is_uneven(matrix: Array) -> bool:
     values = matrix[~np.eye(len(matrix), dtype=np.bool_)]
-    return bool(values.max() - values.min() > ALIKE * values.max())
+    return bool(values.max() - values.min() > EQUAL_LINK_TOLERANCE * values.max())
 
 
 def _same_figures(cluster: Cluster, one: Rail, other: Rail) -> bool:

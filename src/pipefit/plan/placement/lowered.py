@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipefit.plan.placement.search import (
-    COMPILED_FROM,
+    ANNEALING_BUDGET,
     AnnealingRun,
     Clock,
     PlacementBudget,
@@ -28,16 +28,23 @@ from pipefit.plan.placement.search import (
 from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.simulate import Timeline
 
-FIRST = 0.75
-"""Fraction of the budget for the search in the given order."""
 
-HEATS = (0.5, 0.2)
-"""Initial temperatures of the later annealings relative to the usual one; each gets an equal part of the remaining
-budget."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweringBudget:
+    """The parts of a placement's budget before and after its order is lowered again."""
 
-LEAST_S, MOST_SLOTS = 5.0, 256
-"""Budget in seconds from which lowering again is worth its time (a tenth to a fifth of a second for 128 devices), and
-the maximum number of slots."""
+    first_part: float = 0.75
+    "Fraction of the budget for the search in the given order."
+    later_heats: tuple[float, ...] = (0.5, 0.2)
+    """Initial temperatures of the later annealings relative to the usual one. Each gets an equal part of the remaining
+    budget."""
+    min_s: float = 5.0
+    "Least budget for which lowering again is worth its time (a tenth to a fifth of a second for 128 devices)."
+    max_slots: int = 256
+    "Maximum number of slots whose order is lowered again."
+
+
+LOWERING_BUDGET = LoweringBudget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +72,12 @@ def place_lowered(
     """
     began = clock()
     if compiled is None:
-        compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
-    slots, too_short = given.question.shape.slots, budget.seconds is not None and budget.seconds < LEAST_S
-    if not given.question.has_choice or slots > MOST_SLOTS or too_short:
+        compiled = budget.moves >= ANNEALING_BUDGET.compiled_moves or "numba" in sys.modules
+    slots, too_short = given.question.shape.slots, budget.seconds is not None and budget.seconds < LOWERING_BUDGET.min_s
+    if not given.question.has_choice or slots > LOWERING_BUDGET.max_slots or too_short:
         return search_placement(given.question, given.timeline, budget, compiled=compiled, clock=clock)
-    seconds = None if budget.seconds is None else FIRST * budget.seconds
-    first = replace(budget, moves=int(FIRST * budget.moves), seconds=seconds)
+    seconds = None if budget.seconds is None else LOWERING_BUDGET.first_part * budget.seconds
+    first = replace(budget, moves=int(LOWERING_BUDGET.first_part * budget.moves), seconds=seconds)
     placed = search_placement(given.question, given.timeline, first, compiled=compiled, clock=clock)
     searched = clock()
     best = min((given, lower(placed.devices)), key=lambda one: one.step_s)
@@ -78,15 +85,15 @@ def place_lowered(
     moves, simulated, cuts = placed.moves, placed.simulated, placed.cuts
     racks = starting_placements(given.question)[1]
     random = np.array([54321 + budget.seed, 98765 + 7 * budget.seed], dtype=np.int64)
-    for number, heat in enumerate(HEATS):
+    for number, heat in enumerate(LOWERING_BUDGET.later_heats):
         searcher = PlacementSearch(best.question, best.timeline, compiled)
         start = best.question.devices
         start_s = searcher.simulate_placement(start)
         searcher.probe_entries(start)
-        parts = len(HEATS) - number
+        parts = len(LOWERING_BUDGET.later_heats) - number
         left = None if budget.seconds is None else budget.seconds - (clock() - began) - parts * once_s
         course = AnnealingRun(
-            moves=(budget.moves - first.moves) // len(HEATS),
+            moves=(budget.moves - first.moves) // len(LOWERING_BUDGET.later_heats),
             heat=heat * searcher.way.hot,
             random=random,
             seconds=None if left is None else max(0.0, left) / parts,

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from pipefit.cost.types import Ints
 from pipefit.errors import PlanError
-from pipefit.plan.placement.links import TICK_S, Ints
+from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.plugins import NamedRegistry, iterate_plugin
 
@@ -21,7 +22,7 @@ PlacementMove = Callable[[Ints, PlacementProblem], Iterable[Ints]]
 varying fastest, followed by the idle devices; a proposal is a permutation of it. Equal arguments must give equal
 proposals."""
 
-SIMULATIONS = 64
+MOVE_SIMULATIONS = 64
 """Maximum number of simulations after one annealing."""
 
 MOVES: NamedRegistry[PlacementMove] = NamedRegistry("placement moves")
@@ -43,11 +44,11 @@ def improve_placement(
 ) -> tuple[Ints, float]:
     """Return the best placement that the registered moves reach from this one, and its simulated step in seconds.
 
-    Moves follow each other until none of them is faster, or SIMULATIONS is used up. `estimate_ticks` never exceeds the
-    simulated step. Raises PlanError for a proposal that is no permutation of the devices, PluginError for a move
+    Moves follow each other until none of them is faster, or MOVE_SIMULATIONS is used up. `estimate_ticks` never exceeds
+    the simulated step. Raises PlanError for a proposal that is no permutation of the devices, PluginError for a move
     that fails.
     """
-    budget, improved = SIMULATIONS, True
+    budget, improved = MOVE_SIMULATIONS, True
     while improved and budget > 0:
         improved = False
         for name, move in MOVES.items():

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.plan.placement.links import TICK_S, Ints
+from pipefit.cost.types import Array, Ints
+from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.shape import PlacementProblem
 from pipefit.schedule.taskgraph.compile import TaskGraph
 from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W
@@ -20,7 +20,7 @@ from pipefit.schedule.taskgraph.times import TaskTimes, run_sweep
 from pipefit.simulate import Timeline
 from pipefit.simulate.path import critical_tasks
 
-ACTIONS = {F: "F", I: "I", W: "W", B: "B"}
+COMPUTE_NAMES = {F: "F", I: "I", W: "W", B: "B"}
 
 
 class CriticalPaths:
@@ -49,8 +49,8 @@ class CriticalPaths:
             if kind in (SEND_F, SEND_B):
                 flow = question.flow_of[(*graph.table.edges[edge], "F" if kind == SEND_F else "B", slice_)]
                 self.transit_at[task], self.duration_at[task] = flow, flows + flow
-            elif kind in ACTIONS and (ACTIONS[kind], stage, slice_) in question.row_of:
-                self.duration_at[task] = rows + question.row_of[ACTIONS[kind], stage, slice_]
+            elif kind in COMPUTE_NAMES and (COMPUTE_NAMES[kind], stage, slice_) in question.row_of:
+                self.duration_at[task] = rows + question.row_of[COMPUTE_NAMES[kind], stage, slice_]
                 self.duration_s[task] = overhead_s
             elif kind == STEP and ("STEP", lane, 0) in question.row_of:
                 self.duration_at[task] = rows + question.row_of["STEP", lane, 0]

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.portable import portable_log, portable_power
+from pipefit.cost.types import Ints
 from pipefit.plan.placement.chains import chain_arrays
 from pipefit.plan.placement.kernels.compile import kernel_functions
 from pipefit.plan.placement.kernels.state import CUTS, new_tables, with_moves
 from pipefit.plan.placement.kernels.tables import LEADING, USED
-from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.moves import improve_placement
 from pipefit.plan.placement.paths import CriticalPaths
 from pipefit.plan.placement.shape import PlacementProblem
@@ -37,19 +37,6 @@ from pipefit.plan.placement.starts import (
 )
 from pipefit.simulate import Timeline
 
-PROBES = 24
-"""Number of paths collected before the search begins, each with one entry of x made much larger."""
-
-CHUNK, TASKS_A_MOVE = (500, 2500), 8
-"""Moves between two simulations and clock readings: within these limits, one for every TASKS_A_MOVE tasks of the
-simulation, whose time grows with them. Frequent simulations keep the search from being misled by missing paths."""
-
-LONGER = 8
-"""Maximum factor on CHUNK while simulations add no path to the estimate: it doubles after each of them."""
-
-COMPILED_FROM = 20_000
-"""Moves from which importing numba, and compiling on the first use on a machine, pays off."""
-
 EXPONENTIAL = -portable_log((np.arange(4096) + 0.5) / 4096)
 """Equally likely values of the exponential distribution, so that no exp is called."""
 
@@ -63,6 +50,37 @@ class PlacementBudget:
     moves: int = 100_000
     seconds: float | None = None
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnealingBudget:
+    """The work between two simulations of a search, and the sizes at which its method changes."""
+
+    probe_paths: int = 24
+    "Paths collected before the search begins, each with one entry of x made much larger."
+    min_chunk_moves: int = 500
+    """Least number of moves between two simulations and clock readings. Frequent simulations keep the search from
+    being misled by missing paths."""
+    max_chunk_moves: int = 2500
+    "Largest number of moves between two simulations."
+    tasks_per_move: int = 8
+    "Within these limits, one move for every so many tasks of the simulation, whose time grows with them."
+    max_chunk_factor: int = 8
+    "Maximum factor on a chunk while simulations add no path to the estimate: it doubles after each of them."
+    single_move_devices: int = 24
+    """Devices up to which they are moved one by one: a matching minimises the slowest pair but is only one of several
+    such, and with few sets another one may be better."""
+    spectral_hosts: int = 256
+    "Hosts up to which eigenvectors are computed: their time grows with the cube."
+    compiled_moves: int = 20_000
+    "Moves from which importing numba, and compiling on the first use on a machine, pays off."
+
+    def chunk_moves(self, tasks: int) -> int:
+        """Return the moves between two simulations of this many tasks."""
+        return max(self.min_chunk_moves, min(self.max_chunk_moves, tasks // self.tasks_per_move))
+
+
+ANNEALING_BUDGET = AnnealingBudget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +136,6 @@ SETS_WAY = AnnealingMode(
 )
 """Annealing over single devices, and over sets of them (`sets`), which finds more in fewer and longer rounds."""
 
-FEW_DEVICES = 24
-"""Devices up to which they are moved one by one: a matching minimises the slowest pair but is only one of several such,
-and with few sets another one may be better."""
-
 
 class PlacementSearch:
     """The state of one search."""
@@ -131,14 +145,16 @@ class PlacementSearch:
         self.paths = CriticalPaths(question, timeline)
         self.run = kernel_functions(compiled)
         chain = chain_arrays(question)
-        self.way = DEVICES_WAY if chain is None or len(question.devices) <= FEW_DEVICES else SETS_WAY
+        self.way = (
+            DEVICES_WAY if chain is None or len(question.devices) <= ANNEALING_BUDGET.single_move_devices else SETS_WAY
+        )
         self.tables = new_tables(question, chain)
         self.known: set[bytes] = set()
         self.step_s: dict[bytes, float] = {}
         "Simulated times by placement."
         self.best, self.best_s = question.devices, float("inf")
         self.moves = 0
-        self.chunk = max(CHUNK[0], min(CHUNK[1], self.paths.graph.size // TASKS_A_MOVE))
+        self.chunk = ANNEALING_BUDGET.chunk_moves(self.paths.graph.size)
         "Moves between two simulations."
 
     @property
@@ -182,7 +198,7 @@ class PlacementSearch:
         x, flows = self.entry_ticks, self.question.flow_count
         entries = [[flow, flows + flow] for flow in range(flows)]
         entries += [[2 * flows + term] for term in range(len(self.question.shape.passes))]
-        for slowed_entries in entries[:: max(1, -(-len(entries) // PROBES))]:
+        for slowed_entries in entries[:: max(1, -(-len(entries) // ANNEALING_BUDGET.probe_paths))]:
             slow = x.copy()
             slow[slowed_entries] = 3 * slow[slowed_entries] + int(x[: 2 * flows].max(initial=0))
             self.add_cut(*self.paths.critical_cut(slow)[1:])
@@ -218,7 +234,11 @@ class PlacementSearch:
             if np.isfinite(control[2]):
                 now, known = self.tables.state.device.copy(), len(self.known)
                 step_s = self.simulate_placement(best)
-                chunk = self.chunk if len(self.known) > known else min(2 * chunk, LONGER * self.chunk)
+                chunk = (
+                    self.chunk
+                    if len(self.known) > known
+                    else min(2 * chunk, ANNEALING_BUDGET.max_chunk_factor * self.chunk)
+                )
                 if step_s < found_s:
                     best_placement, found_s = best, step_s
                 self.estimate_ticks(now)
@@ -254,7 +274,7 @@ def search_placement(
     budget = budget or PlacementBudget()
     began = clock()
     if compiled is None:
-        compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
+        compiled = budget.moves >= ANNEALING_BUDGET.compiled_moves or "numba" in sys.modules
     searcher = PlacementSearch(question, timeline, compiled)
     rounds = searcher.way.round_count(budget)
 
@@ -312,10 +332,6 @@ def _run_round(
         over -= share
 
 
-SPECTRAL = 256
-"""Hosts up to which eigenvectors are computed: their time grows with the cube."""
-
-
 def starting_placements(question: PlacementProblem) -> tuple[dict[str, Ints], list[list[int]]]:
     """Return (initial placements by name, racks)."""
     links, shape = question.links, question.shape
@@ -326,7 +342,7 @@ def starting_placements(question: PlacementProblem) -> tuple[dict[str, Ints], li
         "hostname order": list(range(len(distance))),
         "nearest neighbours": chain_order(distance),
         "clusters": clustered,
-        **({"spectral": spectral_order(distance)} if len(distance) <= SPECTRAL else {}),
+        **({"spectral": spectral_order(distance)} if len(distance) <= ANNEALING_BUDGET.spectral_hosts else {}),
         "fastest first": np.argsort(np.median(distance, axis=1), kind="stable").tolist(),
     }
     per_host = int(np.bincount(links.host).min())

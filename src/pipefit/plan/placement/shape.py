@@ -15,19 +15,17 @@ from pipefit.cost.pipeline.overlap import remaining_lines
 from pipefit.cost.pipeline.rings import shard_rings
 from pipefit.cost.pipeline.table import overlap_share, slice_places, stage_cost
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
-from pipefit.cost.types import Array
-from pipefit.cost.work import PipelineWork, StageWork
+from pipefit.cost.types import Array, Ints
+from pipefit.cost.work import Messages, PipelineWork, StageWork
 from pipefit.layout import Mesh
-from pipefit.plan.placement.links import TICK_S, Ints, LinkArrays, link_arrays, to_ticks
+from pipefit.plan.placement.links import TICK_S, LinkArrays, link_arrays, to_ticks
 from pipefit.simulate import Timeline
 
-FlowKey = tuple[int, int, str, str, int]
+StageFlow = tuple[int, int, str, str, int]
 """(source stage, target stage, tensor, "F" or "B", slice)."""
 
 RowKey = tuple[str, int, int]
 """("F", "I", "W" or "B", stage, slice), or ("STEP", lane, 0)."""
-
-Messages = tuple[tuple[int, int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,7 @@ class PlacementProblem:
     shape: PlacementShape
     devices: Ints
     "[slot]: devices of the candidate, followed by idle ones."
-    flow_of: Mapping[FlowKey, int]
+    flow_of: Mapping[StageFlow, int]
     tied: Mapping[int, tuple[int, ...]]
     "Stage -> flows of its tied parameters."
     term_of: Mapping[tuple[str, int], int]
@@ -177,13 +175,13 @@ def _lane_devices(work: PipelineWork) -> list[tuple[int, ...]]:
     return lanes
 
 
-def _collect_flows(work: PipelineWork) -> tuple[dict[FlowKey, int], dict[int, tuple[int, ...]], list[Messages]]:
+def _collect_flows(work: PipelineWork) -> tuple[dict[StageFlow, int], dict[int, tuple[int, ...]], list[Messages]]:
     """Return (flow of every transfer, flows of the exchange of tied parameters by stage, messages of every flow).
 
     Equal sets of messages are one flow.
     """
     known: dict[Messages, int] = {}
-    flow_of: dict[FlowKey, int] = {}
+    flow_of: dict[StageFlow, int] = {}
     tied: dict[int, tuple[int, ...]] = {}
     for edge in work.edges:
         for direction, slices in (("F", edge.forward), ("B", edge.backward)):

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.types import Array
+from pipefit.cost.types import Array, Ints
 from pipefit.plan.placement.eigen import symmetric_eigenvectors
-from pipefit.plan.placement.links import TICK_S, Ints, LinkArrays
+from pipefit.plan.placement.links import TICK_S, LinkArrays
 from pipefit.plan.placement.shape import PlacementShape
 
-GAP = 1.3
+MIN_RACK_DISTANCE_RATIO = 1.3
 """Minimum ratio of the distance between racks to the distance within them."""
 
-ALIKE = 1.1
+EQUAL_EIGENVALUE_RATIO = 1.1
 """Eigenvalues up to this many times the second one count as equal."""
 
 
@@ -60,7 +60,8 @@ def chain_order(distance: Array) -> list[int]:
 def cluster_order(distance: Array) -> tuple[list[int], list[list[int]]]:
     """Return (hosts in the order of the leaves of an average-linkage tree, racks).
 
-    Racks are the clusters before the merge whose distance grows most, by at least GAP; if there is no such merge, none.
+    Racks are the clusters before the merge whose distance grows most, by at least MIN_RACK_DISTANCE_RATIO; if there
+    is no such merge, none.
     """
     from scipy.cluster.hierarchy import average, fcluster, leaves_list
     from scipy.spatial.distance import squareform
@@ -74,7 +75,7 @@ def cluster_order(distance: Array) -> tuple[list[int], list[list[int]]]:
     ratio = heights[1:] / heights[:-1]
     merge = int(ratio.argmax())
     racks = count - 1 - merge
-    if ratio[merge] < GAP or not 2 <= racks <= count // 2:
+    if ratio[merge] < MIN_RACK_DISTANCE_RATIO or not 2 <= racks <= count // 2:
         return order, []
     names = fcluster(tree, racks, criterion="maxclust")
     return order, [[host for host in order if names[host] == name] for name in sorted(set(names.tolist()))]
@@ -89,7 +90,7 @@ def spectral_order(distance: Array) -> list[int]:
     weight = 1.0 / np.where(distance > 0, distance, np.inf)
     laplacian = np.diag(weight.sum(axis=1)) - weight
     values, vectors = symmetric_eigenvectors(laplacian)
-    alike = vectors[:, 1 : max(2, int(np.searchsorted(values, ALIKE * values[1])))]
+    alike = vectors[:, 1 : max(2, int(np.searchsorted(values, EQUAL_EIGENVALUE_RATIO * values[1])))]
     if alike.shape[1] > 1:
         wanted = (alike * np.arange(len(distance))[:, None]).sum(axis=0)
         vector = (alike * wanted).sum(axis=1)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
+from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers.sharded_state import ShardedState, check_sharded_state
 from pipefit.plan.request.context_parts import check_context, check_device_order
 from pipefit.plan.request.expert_parts import (
@@ -24,7 +25,7 @@ from pipefit.plan.request.expert_parts import (
 )
 from pipefit.plan.request.sliceable import check_slices
 from pipefit.plan.request.state_groups import check_state_group
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 from pipefit.schedule.families import DEFAULT_FAMILY
 
 Sharding = Literal["none", "megatron", "megatron-sp", "expert", "searched"]

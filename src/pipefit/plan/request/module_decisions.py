@@ -9,10 +9,10 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.request.sampled_batches import StageShares
 from pipefit.plan.types import Divide
 
-OWN = ("replicas", "stages", "shards", "sharding", "recompute", "cuts")
+MODULE_CHOICES = ("replicas", "stages", "shards", "sharding", "recompute", "cuts")
 """Choices made separately for every module; the rest hold for all."""
 
-ALONE = ("stages", "cuts")
+LANE_CHOICES = ("stages", "cuts")
 """Choices that modules on another module's devices do not have: they lie undivided on a lane."""
 
 
@@ -138,7 +138,11 @@ class MultiModuleConfig(ParallelConfig):
         for name, config in self.modules:
             words, guest = config.to_constraints(config.cuts), name in (*self.guests, *self.inline)
             constraints.update(
-                {f"{name}.{key}": words[key] for key in OWN if words[key] and not (guest and key in ALONE)}
+                {
+                    f"{name}.{key}": words[key]
+                    for key in MODULE_CHOICES
+                    if words[key] and not (guest and key in LANE_CHOICES)
+                }
             )
             if not guest:
                 constraints[f"{name}.devices"] = str(config.device_count)

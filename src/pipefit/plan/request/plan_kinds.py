@@ -1,7 +1,7 @@
 """Kinds of plans: the names under which people look for a layout, from one device to groups of devices.
 
-A plan is of the first kind of `KINDS` that describes it, so refinements (slices, fitted orders, searched programs) come
-before the axes that they refine. The alternatives of a plan are the best of each kind.
+A plan is of the first kind of `PLAN_KINDS` that describes it, so refinements (slices, fitted orders, searched programs)
+come before the axes that they refine. The alternatives of a plan are the best of each kind.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipefit.optimizers.sharded_state import shards_optimizer
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.schedule.fit.family import FIT
 
@@ -44,7 +45,7 @@ def uses_groups(decisions: ParallelConfig) -> bool:
     return bool(decisions.lane_shards) or len(decisions.recipes) > 1
 
 
-KINDS: tuple[PlanKind, ...] = (
+PLAN_KINDS: tuple[PlanKind, ...] = (
     PlanKind("device groups", uses_groups),
     PlanKind("token slices", lambda decisions: bool(decisions.slices)),
     PlanKind("fitted order", lambda decisions: decisions.schedule == FIT),
@@ -64,7 +65,7 @@ KINDS: tuple[PlanKind, ...] = (
     ),
     PlanKind(
         "sharded data parallel",
-        lambda decisions: parallel_axes(decisions) == ("data",) and decisions.sharded_state != "none",
+        lambda decisions: parallel_axes(decisions) == ("data",) and shards_optimizer(decisions.sharded_state),
     ),
     PlanKind("data parallel", _uses_axes("data")),
     PlanKind("tensor", _uses_axes("tensor")),
@@ -79,4 +80,4 @@ KINDS: tuple[PlanKind, ...] = (
 
 def kind_name(decisions: ParallelConfig) -> str:
     """Return the name of the plan's kind."""
-    return next(kind.name for kind in KINDS if kind.describes(decisions))
+    return next(kind.name for kind in PLAN_KINDS if kind.describes(decisions))

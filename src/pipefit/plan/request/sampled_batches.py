@@ -32,9 +32,9 @@ class StageShares(NamedTuple):
     divide: Divide = "samples"
 
 
-Shares = Sequence[StageShares]
+AllStageShares = Sequence[StageShares]
 
-Arrange = Callable[["SampledBatches", int, SampleArrangement, Shares, int, "Schedule | None"], Ints]
+Arrange = Callable[["SampledBatches", int, SampleArrangement, AllStageShares, int, "Schedule | None"], Ints]
 """(samples, batch index, loads of the stages, their shares, microbatches, lowered order of actions if microbatches are
 reordered) -> for every position of the batch, the index of its sample."""
 
@@ -138,7 +138,7 @@ def deal_samples(
     samples: SampledBatches,
     batch: int,
     arranging: SampleArrangement,
-    shares: Shares,
+    shares: AllStageShares,
     count: int,
     schedule: Schedule | None = None,
 ) -> Ints:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pipefit.errors import PlanError
-from pipefit.optimizers.sharded_state import ShardedState, state_of_forms
+from pipefit.optimizers.sharded_state import ShardedState, shards_optimizer, state_of_forms
 from pipefit.plan.types import Plan
 
 STATE_GROUP: Final = "state_group"
@@ -24,7 +24,7 @@ def check_state_group(
     None is not chosen yet."""
     if not size:
         return
-    if state == "none":
+    if state is not None and not shards_optimizer(state):
         raise PlanError(
             "A group shares sharded state, and no state is sharded.",
             where=f"{where} and sharded_state",

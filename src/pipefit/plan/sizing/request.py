@@ -1,4 +1,4 @@
-"""The question of `pipefit size`: a training of so many tokens, and the devices that may run it.
+"""The question of `pipefit size`: a training of a number of tokens, and the devices that may run it.
 
 Numbers of tokens are often round figures. `step_rows` turns the tokens of a step into sequences that divide over many
 devices.
@@ -17,7 +17,7 @@ from pipefit.errors import FormatError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Job
 
-ROUNDING = 0.05
+MAX_TOKEN_CHANGE = 0.05
 """Largest share by which the tokens of a step may change."""
 
 
@@ -60,7 +60,7 @@ def step_rows(tokens: float, sequence: int) -> int:
     """Return the sequences of a step of `tokens` tokens.
 
     An exact number of sequences stays. Otherwise it is the nearest multiple of the largest power of two that changes
-    the tokens by at most `ROUNDING`. Raises PlanError for less than a sequence.
+    the tokens by at most `MAX_TOKEN_CHANGE`. Raises PlanError for less than a sequence.
     """
     rows = tokens / sequence
     if rows < 1:
@@ -74,7 +74,7 @@ def step_rows(tokens: float, sequence: int) -> int:
         return int(rows)
     for exponent in range(int(math.log2(rows)) + 1, -1, -1):
         rounded: int = max(1, round(rows / 2**exponent)) * 2**exponent
-        if abs(rounded - rows) <= ROUNDING * rows:
+        if abs(rounded - rows) <= MAX_TOKEN_CHANGE * rows:
             return rounded
     return round(rows)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pipefit.cluster import Cluster, open_cluster
 from pipefit.cluster.files import check_peaks
 from pipefit.errors import PlanError
-from pipefit.optimizers.sharded_state import STATES
+from pipefit.optimizers.sharded_state import STATES, shards_optimizer
 from pipefit.plan.assemble.predict import step_flops
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
@@ -132,7 +132,7 @@ def layout_words(decisions: ParallelConfig) -> str:
         "pp": decisions.stage_count,
     }
     axes = [f"{name}={count}" for name, count in names.items() if count > 1]
-    if decisions.sharded_state != "none":
+    if shards_optimizer(decisions.sharded_state):
         axes.append(f"zero={STATES.index(decisions.sharded_state)}")
     parts = [" ".join(axes) or "one device"]
     if decisions.microbatches > 1:

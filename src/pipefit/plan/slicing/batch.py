@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.plan.slicing.bounds import NONE, BoundedSlicing, best_bound
+from pipefit.plan.slicing.bounds import NO_BOUND, BoundedSlicing, best_bound
 from pipefit.plan.slicing.cuts import TimeOf
 from pipefit.plan.slicing.terapipe import SlicePaths
 
@@ -80,9 +80,9 @@ def _pack_rows(rows: int, found: dict[int, BoundedSlicing]) -> tuple[BoundedSlic
     best: list[tuple[float, int]] = [(0.0, 0)]
     for count in range(1, rows + 1):
         options = ((best[count - size][0] + part.total_s, size) for size, part in found.items() if size <= count)
-        best.append(min(options, default=(NONE, 0)))
-    if best[rows][0] == NONE:
-        return BoundedSlicing(NONE, NONE), ()
+        best.append(min(options, default=(NO_BOUND, 0)))
+    if best[rows][0] == NO_BOUND:
+        return BoundedSlicing(NO_BOUND, NO_BOUND), ()
     parts: list[int] = []
     while sum(parts) < rows:
         parts.append(best[rows - sum(parts)][1])

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-NONE = float("inf")
+NO_BOUND = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class BoundedSlicing:
 
     def step_s(self, stages: float) -> float:
         """Return equation 5: the sum, plus the longest slice once for every further stage."""
-        return self.total_s + (stages - 1) * self.longest_s if self.total_s < NONE else NONE
+        return self.total_s + (stages - 1) * self.longest_s if self.total_s < NO_BOUND else NO_BOUND
 
 
 def best_bound(
@@ -73,7 +73,7 @@ class _BoundSearch:
         low, high = -1, len(self.candidates) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.try_candidate(middle).total_s < NONE else (middle, high)
+            low, high = (low, middle) if self.try_candidate(middle).total_s < NO_BOUND else (middle, high)
         return high
 
     def narrow_interval(self, low: int, high: int) -> tuple[int, int]:

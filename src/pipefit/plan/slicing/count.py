@@ -13,8 +13,8 @@ from bisect import bisect_right
 
 import numpy as np
 
-from pipefit.cost.types import Array
-from pipefit.plan.slicing.cuts import Counts, most_slices
+from pipefit.cost.types import Array, Ints
+from pipefit.plan.slicing.cuts import most_slices
 
 LADDER = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of slices to try."""
@@ -23,20 +23,20 @@ AROUND = 2
 """Steps of the ladder on either side of the best number."""
 
 
-def slice_count_ladder(length: int, multiple: int) -> Counts:
+def slice_count_ladder(length: int, multiple: int) -> Ints:
     """Return 1 and the numbers of the ladder for which slices have at least `multiple` tokens."""
     limit = most_slices(length, multiple)
     return np.array([1, *(number for number in LADDER if number <= limit)])
 
 
-def step_s(lanes: int, sequences: int, numbers: Counts, lane_s: Array, turns: int = 1, idle: float = 1.0) -> Array:
+def step_s(lanes: int, sequences: int, numbers: Ints, lane_s: Array, turns: int = 1, idle: float = 1.0) -> Array:
     """Return T, the seconds of a step, for each number of slices. `lane_s` is C; `idle` is the idle part of the fill
     time, less than 1 if backward passes are split."""
     steps: Array = (sequences + idle * (lanes - 1) / (turns * numbers)) * lane_s
     return steps
 
 
-def promising_counts(numbers: Counts, steps_s: Array, most: float) -> tuple[int, ...]:
+def promising_counts(numbers: Ints, steps_s: Array, most: float) -> tuple[int, ...]:
     """Return the number with the least time and its neighbours that beat a single slice, which is the first entry.
     Numbers above `most` are excluded, except the smallest above 1."""
     allowed = max(2, bisect_right(numbers.tolist(), most))

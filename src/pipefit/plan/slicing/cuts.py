@@ -12,27 +12,24 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipefit.cost.types import Array, Ints
 from pipefit.errors import PlanError
 
-Counts = NDArray[np.int64]
-Seconds = NDArray[np.float64]
-
-TimeOf = Callable[[Counts, Counts], Seconds]
+TimeOf = Callable[[Ints, Ints], Array]
 """(tokens of slices, tokens before them) -> seconds of each; arrays of one shape. It grows with the tokens. Of two
 slices that end at the same token, the shorter one costs no more."""
 
 CLOSE = 1e-7
 """Relative difference at which bounds on the most expensive slice are treated as equal."""
 
-ROUNDING = 1 + 1e-12
+LIMIT_ROUNDING = 1 + 1e-12
 
 
 def vectorize_times(time_of: Callable[[int, int], float]) -> TimeOf:
     """Return a function of arrays from a function of one slice."""
 
-    def times_of_arrays(tokens: Counts, past: Counts) -> Seconds:
+    def times_of_arrays(tokens: Ints, past: Ints) -> Array:
         pairs = zip(tokens.tolist(), past.tolist(), strict=True)
         return np.array([time_of(length, before) for length, before in pairs], dtype=np.float64)
 
@@ -50,12 +47,12 @@ def most_slices(length: int, multiple: int = 1) -> int:
     return max(1, length // multiple)
 
 
-def past_of(slices: Sequence[int]) -> Counts:
+def past_of(slices: Sequence[int]) -> Ints:
     """Return the tokens before each slice."""
     return np.concatenate([[0], np.cumsum(slices)[:-1]]).astype(np.int64)
 
 
-def places_of(length: int, multiple: int = 1) -> Counts:
+def places_of(length: int, multiple: int = 1) -> Ints:
     """Return the tokens at which slices may begin and end: multiples, with the last one moved to the end of the
     sequence."""
     places = np.arange(most_slices(length, multiple) + 1, dtype=np.int64) * multiple
@@ -63,7 +60,7 @@ def places_of(length: int, multiple: int = 1) -> Counts:
     return places
 
 
-def slice_times(slices: Sequence[int], time_of: TimeOf) -> Seconds:
+def slice_times(slices: Sequence[int], time_of: TimeOf) -> Array:
     """Return the seconds of each slice."""
     return time_of(np.asarray(slices, dtype=np.int64), past_of(slices))
 
@@ -119,7 +116,7 @@ class SliceCutter:
         self.length, self.multiple, self.time_of = length, multiple, time_of
         self.places = places_of(length, multiple)
         self.cells = len(self.places) - 1
-        self._rows: dict[int, Seconds] = {}
+        self._rows: dict[int, Array] = {}
 
     def equal_cost(self, slices: int) -> tuple[int, ...]:
         """Return the equal-cost slicing; see the function of this name."""
@@ -155,7 +152,7 @@ class SliceCutter:
 
     def _stays_within(self, stops: Sequence[int], bound_s: float) -> bool:
         rising = all(start < stop for start, stop in pairwise(stops))
-        return rising and self._slowest_slice_s(stops) <= bound_s * ROUNDING
+        return rising and self._slowest_slice_s(stops) <= bound_s * LIMIT_ROUNDING
 
     def _least_bound(self, slices: int) -> tuple[float, list[int]]:
         """Return the least cost of the most expensive slice, and its boundaries. Even slices are the fallback."""
@@ -174,7 +171,7 @@ class SliceCutter:
     def _slowest_slice_s(self, stops: Sequence[int]) -> float:
         return max(float(self._slice_row(start)[stop - start - 1]) for start, stop in pairwise(stops))
 
-    def _slice_row(self, start: int) -> Seconds:
+    def _slice_row(self, start: int) -> Array:
         """Return the seconds of the slices that begin at boundary `start`, by their last cell; never decreasing."""
         if start not in self._rows:
             sizes = self.places[start + 1 :] - self.places[start]
@@ -185,7 +182,7 @@ class SliceCutter:
     def _furthest_stop(self, start: int, bound_s: float, left: int) -> int:
         """Return the end of the longest slice within the bound that leaves a cell to each of `left` more slices;
         `start` if no slice is within it."""
-        last = start + int(np.searchsorted(self._slice_row(start), bound_s * ROUNDING, side="right"))
+        last = start + int(np.searchsorted(self._slice_row(start), bound_s * LIMIT_ROUNDING, side="right"))
         return min(last, self.cells - left)
 
     def _furthest_boundaries(self, bound_s: float, slices: int) -> list[int]:

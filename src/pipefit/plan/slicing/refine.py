@@ -15,7 +15,7 @@ import numpy as np
 
 Slices = tuple[int, ...]
 
-Value = tuple[float, float]
+SlicingScore = tuple[float, float]
 """(bytes missing, seconds of a step): smaller is better, so slicings that fit come first."""
 
 FINER = 4
@@ -27,13 +27,13 @@ class RefinedSlicing:
     """The best slicing found."""
 
     slices: Slices
-    value: Value
+    value: SlicingScore
     evaluations: int
     "Number of slicings judged, including the starts."
 
 
 def refine_slices(
-    starts: Sequence[Slices], value_of: Callable[[Slices], Value], *, multiple: int = 1, evaluations: int = 100
+    starts: Sequence[Slices], value_of: Callable[[Slices], SlicingScore], *, multiple: int = 1, evaluations: int = 100
 ) -> RefinedSlicing:
     """Return the best slicing reached from the best of `starts`, which sum to one length.
 
@@ -71,11 +71,11 @@ def stretch_slices(slices: Slices, number: int, multiple: int = 1) -> Slices:
 class _SliceSearch:
     """The best slicing so far, and all slicings judged."""
 
-    def __init__(self, value_of: Callable[[Slices], Value], evaluations: int) -> None:
+    def __init__(self, value_of: Callable[[Slices], SlicingScore], evaluations: int) -> None:
         self.value_of, self.left = value_of, evaluations
-        self.known: dict[Slices, Value] = {}
+        self.known: dict[Slices, SlicingScore] = {}
         self.best: Slices = ()
-        self.value: Value = (float("inf"), float("inf"))
+        self.value: SlicingScore = (float("inf"), float("inf"))
 
     @property
     def is_exhausted(self) -> bool:

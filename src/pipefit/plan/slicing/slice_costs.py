@@ -15,11 +15,10 @@ from pipefit.cost.compute.roofline import LayerCosts, layer_seconds
 from pipefit.cost.pipeline.expert_traffic import collective_key, exchange_rings, stage_collective
 from pipefit.cost.pipeline.rings import shard_rings
 from pipefit.cost.pipeline.table import slice_places
-from pipefit.cost.types import Array
+from pipefit.cost.types import Array, Ints
 from pipefit.cost.work import StageWork
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph
-from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.precision import Precision
 
 

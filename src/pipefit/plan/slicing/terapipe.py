@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.plan.slicing.bounds import NONE, BoundedSlicing, best_bound
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, places_of
+from pipefit.cost.types import Array, Ints
+from pipefit.plan.slicing.bounds import NO_BOUND, BoundedSlicing, best_bound
+from pipefit.plan.slicing.cuts import TimeOf, places_of
 from pipefit.schedule.taskgraph.kernel import choose_loop
 
 
@@ -70,29 +71,29 @@ class SlicePaths:
         "Every possible time of a slice, ascending."
         cells = len(self.places) - 1
         self._shortest = choose_loop(shortest_path, cells * cells // 2, compiled)
-        self._total: Seconds = np.zeros(cells + 1)
-        self._longest: Seconds = np.zeros(cells + 1)
-        self._last: Counts = np.zeros(cells + 1, dtype=np.int64)
+        self._total: Array = np.zeros(cells + 1)
+        self._longest: Array = np.zeros(cells + 1)
+        self._last: Ints = np.zeros(cells + 1, dtype=np.int64)
 
     def solve_within(self, bound_s: float) -> BoundedSlicing:
         """Return the least sum of slices that are all within the bound."""
         total_s = float(self._shortest(self.times, bound_s, self._total, self._longest, self._last))
-        return BoundedSlicing(total_s, float(self._longest[-1]) if total_s < NONE else NONE)
+        return BoundedSlicing(total_s, float(self._longest[-1]) if total_s < NO_BOUND else NO_BOUND)
 
     def slices_within(self, bound_s: float) -> tuple[int, ...]:
         """Return the tokens of the slices found by `solve_within`."""
-        assert self.solve_within(bound_s).total_s < NONE, "no slicing is within the bound"
+        assert self.solve_within(bound_s).total_s < NO_BOUND, "no slicing is within the bound"
         stops = [len(self.places) - 1]
         while stops[-1]:
             stops.append(stops[-1] - int(self._last[stops[-1]]))
         return tuple(int(size) for size in np.diff(self.places[stops[::-1]]))
 
 
-def slice_table(places: Counts, time_of: TimeOf) -> Seconds:
+def slice_table(places: Ints, time_of: TimeOf) -> Array:
     """Return [end - 1][cells - 1]: seconds of the slice of this many cells that ends at place `end`; infinite if it
     would begin before the sequence."""
     cells = len(places) - 1
-    times = np.full((cells, cells), NONE)
+    times = np.full((cells, cells), NO_BOUND)
     end, size = (index + 1 for index in np.tril_indices(cells))
     start = places[end - size]
     times[end - 1, size - 1] = time_of(places[end] - start, start)

@@ -80,7 +80,7 @@ def choose_kernel(
     """Return the first kernel that supports such calls and agrees with the plain one on this device."""
     made_for_it = [kernel for kernel in KERNELS if kernel.takes(device.type, dtype, masked)]
     kind = (device, dtype, masked, causal, grouped, features)
-    return next((kernel for kernel in made_for_it if _agrees_with_plain(kernel, *kind)), PLAIN)
+    return next((kernel for kernel in made_for_it if _agrees_with_plain(kernel, *kind)), PLAIN_KERNEL)
 
 
 def _agrees_with_plain(
@@ -109,10 +109,10 @@ def _agrees_with_plain(
         mask[:, :, :, -4:] = hidden_score(dtype)
     try:
         results = kernel.forward(call, q, k, v, mask)
-        expected = PLAIN.forward(call, q, k, v, mask)
+        expected = PLAIN_KERNEL.forward(call, q, k, v, mask)
         more = (0.5 * expected[0] + 0.1, torch.logaddexp(expected[1], torch.ones_like(expected[1])))
         results += tuple(kernel.backward(call, dy, q, k, v, *more, mask))
-        expected += tuple(PLAIN.backward(call, dy, q, k, v, *more, mask))
+        expected += tuple(PLAIN_KERNEL.backward(call, dy, q, k, v, *more, mask))
     except (RuntimeError, AttributeError, TypeError):
         return False
     # A query without visible keys has an arbitrary result, which has no weight.
@@ -300,7 +300,7 @@ def _plain_backward(
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-PLAIN = AttentionKernel(_plain_forward, _plain_backward, lambda device, dtype, masked: True)
+PLAIN_KERNEL = AttentionKernel(_plain_forward, _plain_backward, lambda device, dtype, masked: True)
 KERNELS = (
     AttentionKernel(_cpu_forward, _cpu_backward, _cpu_takes),
     AttentionKernel(_flash_forward, _flash_backward, _flash_takes),

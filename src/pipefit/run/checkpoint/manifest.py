@@ -22,7 +22,7 @@ MANIFEST = "checkpoint.json"
 FORMAT = "pipefit-checkpoint"
 VERSION = 1
 
-DTYPES = (
+STORED_DTYPES = (
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
 """Allowed element types of a tensor, by torch's names."""
@@ -210,7 +210,7 @@ def _find_fault(manifest: CheckpointManifest) -> str | None:
         if not _FILE.fullmatch(name):
             return f"it names a file {name!r}, which is no part of a checkpoint"
     for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in STORED_DTYPES:
             return f"{name} has the unknown dtype {tensor.dtype!r}"
         for chunk in tensor.chunks:
             places = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=False)

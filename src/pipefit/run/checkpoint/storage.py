@@ -32,9 +32,9 @@ from torch.futures import Future
 from pipefit.errors import CheckpointError
 from pipefit.run.checkpoint import files
 from pipefit.run.checkpoint.manifest import (
-    DTYPES,
     FORMAT,
     MANIFEST,
+    STORED_DTYPES,
     VERSION,
     CheckpointManifest,
     StoredChunk,
@@ -47,7 +47,7 @@ from pipefit.run.checkpoint.manifest import (
 from pipefit.run.checkpoint.pieces import as_bytes
 
 _SAFE_NAMES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
-_SAFE_DTYPES = {getattr(torch, name): safe for name, safe in zip(DTYPES, _SAFE_NAMES, strict=True)}
+_SAFE_DTYPES = {getattr(torch, name): safe for name, safe in zip(STORED_DTYPES, _SAFE_NAMES, strict=True)}
 _BLOCK = 1 << 24
 
 

@@ -32,7 +32,7 @@ from pipefit.run.config import TrainConfig
 from pipefit.run.inputs.feeding import BatchInputs
 from pipefit.run.stage_inputs import StageInputs
 
-ROLES = ("tokens", "positions", "labels", "documents", "rows")
+FIELD_ROLES = ("tokens", "positions", "labels", "documents", "rows")
 """Arrays with a field in `StageInputs`; all others are inputs by name."""
 
 
@@ -162,8 +162,10 @@ class ImageBatchSource:
             for name, array in arrays.arrays.items()
             if name in known or name == "rows" or (name == "documents" and (packed or job.documents == "apart"))
         }
-        feed = StageInputs(step=step, data={name: tensor for name, tensor in tensors.items() if name not in ROLES})
-        for name in ROLES:
+        feed = StageInputs(
+            step=step, data={name: tensor for name, tensor in tensors.items() if name not in FIELD_ROLES}
+        )
+        for name in FIELD_ROLES:
             setattr(feed, name, tensors.get(name))
         if packed:
             feed.image_lengths = arrays.image_lengths

@@ -22,7 +22,7 @@ from pipefit.precision import COMPUTE_TYPE
 from pipefit.run.inputs.feeding import BatchInputs
 from pipefit.run.stage_inputs import StageInputs
 
-PLACES = {"image_places": CONDITIONS["I"], "condition_places": CONDITIONS["L"]}
+PLACE_SPACES = {"image_places": CONDITIONS["I"], "condition_places": CONDITIONS["L"]}
 """Input with the positions of a packed space's tokens in the sequences -> that space."""
 
 
@@ -97,8 +97,8 @@ class RandomImages:
         if stage_plan.space in self._images:
             feed.image_lengths = tuple(counts)
         for name, tensor in self._inputs[stage_plan.module].items():
-            if name in PLACES:
-                value = self._leading_places(PLACES[name], places)
+            if name in PLACE_SPACES:
+                value = self._leading_places(PLACE_SPACES[name], places)
             elif name == "grid":
                 value = torch.tensor(
                     [[0, i, 1, count] for count in counts for i in range(count)], dtype=torch.int64

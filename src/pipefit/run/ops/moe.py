@@ -20,7 +20,10 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.ops.linear import add_product, apply_linear
 from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
+EXPERT_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+}
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -111,7 +114,7 @@ def run_experts(
 def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
     normalize = bool(operator.attributes["normalize"])
-    activation = ACTIVATIONS[operator.attributes["activation"]]
+    activation = EXPERT_ACTIVATIONS[operator.attributes["activation"]]
     layer = context.layer
     wide = torch.promote_types(context.dtype, torch.float32)
     numbers = torch.arange(experts, device=context.device)

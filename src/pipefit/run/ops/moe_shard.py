@@ -18,7 +18,7 @@ from pipefit.model.graph import Operator
 from pipefit.model.ops.moe import EXPERT_PARTS
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
-from pipefit.run.ops.moe import ACTIVATIONS, apply_linear, run_experts
+from pipefit.run.ops.moe import EXPERT_ACTIVATIONS, apply_linear, run_experts
 from pipefit.run.sharded.parts import ShardContext
 from pipefit.run.transfers import comms
 
@@ -45,7 +45,10 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], shard: 
 
 def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
-    normalize, activation = bool(operator.attributes["normalize"]), ACTIVATIONS[operator.attributes["activation"]]
+    normalize, activation = (
+        bool(operator.attributes["normalize"]),
+        EXPERT_ACTIVATIONS[operator.attributes["activation"]],
+    )
     layer, parts = context.layer, int(operator.attributes.get(EXPERT_PARTS, 1))
     shard: ShardContext | None = context.experts if parts > 1 else context.shard
     assert shard is not None, "experts of several devices in a stage without a shard axis"

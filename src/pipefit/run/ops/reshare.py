@@ -20,13 +20,13 @@ from pipefit.run.ops.shape import deferred_size
 from pipefit.run.sharded.parts import ShardContext, require_part
 from pipefit.run.transfers import comms
 
-Counts = list[list[int]]
+SentLengths = list[list[int]]
 """[source device][target device]: length along the dimension that is sent."""
 
 
 class _ReshareFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Counts, dim: int, shard: ShardContext) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, counts: SentLengths, dim: int, shard: ShardContext) -> torch.Tensor:
         ctx.counts, ctx.dim, ctx.shard = counts, dim, shard
         return _exchange_shares(x, counts, dim, shard)
 
@@ -36,7 +36,7 @@ class _ReshareFunction(torch.autograd.Function):
         return _exchange_shares(dy, back, ctx.dim, ctx.shard), None, None, None
 
 
-def _exchange_shares(x: torch.Tensor, counts: Counts, dim: int, shard: ShardContext) -> torch.Tensor:
+def _exchange_shares(x: torch.Tensor, counts: SentLengths, dim: int, shard: ShardContext) -> torch.Tensor:
     moved = x.movedim(dim, 0).contiguous()
     sent, received = counts[shard.position], [row[shard.position] for row in counts]
     out = moved.new_empty((sum(received), *moved.shape[1:]))

@@ -30,7 +30,7 @@ def rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
-TURNS = {"half": rotate_half, "interleaved": rotate_interleaved}
+ROTATIONS = {"half": rotate_half, "interleaved": rotate_interleaved}
 
 
 class _RotaryFunction(torch.autograd.Function):
@@ -53,7 +53,7 @@ def _rotate_front(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: A
 def build_rotary(operator: Operator, context: OperatorContext) -> OperatorStep:
     attributes = operator.attributes
     dim = int(attributes["dim"])
-    turn = TURNS[attributes.get("style", "half")]
+    turn = ROTATIONS[attributes.get("style", "half")]
     wide = torch.promote_types(context.dtype, torch.float32)
     values, factor = rotary_frequencies(attributes)
     frequency = torch.tensor(values, dtype=wide, device=context.device)

@@ -56,47 +56,72 @@ class StepMetrics:
     "Fraction of the peak, 0 to 1; 0 if the peak is unknown."
     data_s: float = 0.0
     "Part of `step_s` in which rank 0 waited for its data or made them."
+    loss_scale: float = 0.0
+    "Scale of the loss under float16; 0 without one."
+    skipped_steps: int = 0
+    "Steps of the run so far that changed nothing, because their gradients were not finite."
 
 
-def step_metrics(
-    *,
-    step: int,
-    loss: float,
-    grad_norm: float,
-    lr: float,
-    step_s: float,
-    tokens: int,
-    flops: float,
-    devices: int,
-    peak: PeakFlops,
-    memory: tuple[int, int],
-    data_s: float = 0.0,
-) -> StepMetrics:
-    """Return the metrics of one step. `flops` are the model FLOPs of the step, `memory` is (used, total) bytes."""
-    rate = flops / step_s / devices
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """The work of every step of a run, to which its time is compared."""
+
+    tokens: int
+    "Tokens of the whole step."
+    flops: float
+    "Model FLOPs of the step."
+    devices: int
+    peak: PeakFlops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """The results and measurements of one step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_s: float
+    memory: tuple[int, int]
+    "(used, total) bytes."
+    data_s: float = 0.0
+    loss_scale: float = 0.0
+    skipped_steps: int = 0
+
+
+def step_metrics(measured: MeasuredStep, work: StepWork) -> StepMetrics:
+    """Return the metrics of one step."""
+    rate = work.flops / measured.step_s / work.devices
+    used_bytes, total_bytes = measured.memory
+    peak_flops_per_s = work.peak.flops_per_s
     return StepMetrics(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        step_s=step_s,
-        tokens=tokens,
-        memory_bytes=memory[0],
-        memory_share=memory[0] / memory[1] if memory[1] else 0.0,
-        tps=tokens / step_s / devices,
+        step=measured.step,
+        loss=measured.loss,
+        grad_norm=measured.grad_norm,
+        lr=measured.lr,
+        step_s=measured.step_s,
+        tokens=work.tokens,
+        memory_bytes=used_bytes,
+        memory_share=used_bytes / total_bytes if total_bytes else 0.0,
+        tps=work.tokens / measured.step_s / work.devices,
         tflops=rate / 1e12,
-        mfu=rate / peak.flops_per_s if peak.flops_per_s else 0.0,
-        data_s=data_s,
+        mfu=rate / peak_flops_per_s if peak_flops_per_s else 0.0,
+        data_s=measured.data_s,
+        loss_scale=measured.loss_scale,
+        skipped_steps=measured.skipped_steps,
     )
 
 
 def format_step(metrics: StepMetrics) -> str:
     """`step: 10  loss: 2.1  grad_norm: 0.9  memory: 1.2GiB(5.1%)  tps: 1,234  tflops: 0.51  mfu: 3.20%`."""
     mfu = f"{metrics.mfu:.2%}" if metrics.mfu else "n/a"
+    scale = f"  loss_scale: {metrics.loss_scale:g}" if metrics.loss_scale else ""
+    skipped = f"  skipped: {metrics.skipped_steps}" if metrics.skipped_steps else ""
     return (
         f"step: {metrics.step:>4}  loss: {metrics.loss:8.4f}  grad_norm: {metrics.grad_norm:8.4f}  "
         f"memory: {metrics.memory_bytes / GIB:5.2f}GiB({metrics.memory_share:.1%})  "
-        f"tps: {round(metrics.tps):,}  tflops: {metrics.tflops:.3g}  mfu: {mfu}"
+        f"tps: {round(metrics.tps):,}  tflops: {metrics.tflops:.3g}  mfu: {mfu}{scale}{skipped}"
     )
 
 

@@ -7,6 +7,7 @@ through the store; the first rank of every host prepares the corpus.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare_co
 from pipefit.data.multimodal.broken import BrokenSinceError, merge_broken
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import RowSplit
-from pipefit.errors import CheckpointError, RunError
+from pipefit.errors import RunError
 from pipefit.lab import pace
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.packed_rows import CONDITIONS
@@ -33,18 +34,19 @@ from pipefit.run.config import TrainConfig
 from pipefit.run.inputs.feeding import BatchSource, SampleBatchSource, TextBatchSource
 from pipefit.run.inputs.image_feeding import ImageBatchSource, is_multimodal, mean_sizes, open_images
 from pipefit.run.session.faults import injected_fault, name_ranks
-from pipefit.run.session.metrics import RunLog, find_peak, step_metrics
+from pipefit.run.session.metrics import MeasuredStep, RunLog, StepWork, find_peak, step_metrics
 from pipefit.run.session.process_use import ProcessUse
 from pipefit.run.session.rendezvous import World
+from pipefit.run.session.resume import resume_run
 from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
 from pipefit.run.session.write_errors import write_errors
-from pipefit.run.stage.initial_values import Value, initial_values
+from pipefit.run.stage.initial_values import ParameterValue, initial_values
 from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, user_samples
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
-from pipefit.run.worker.state import MODEL, all_pieces, model_pieces, stored_pieces
+from pipefit.run.worker.state import MODEL, all_pieces, model_pieces
 from pipefit.run.worker.worker import StepResult, Worker
 
 
@@ -75,6 +77,7 @@ class TrainingRun:
         value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, CommGroups(world.device), world.device, optimizer, value=value)
         elements = sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets)
+        self.worker.skips_infinite |= config.nonfinite == "skip"
         self.worker.pace = pace.step_pacer(elements, self.worker.optimizer)
         self.flops = model_flops(self.model, plan, self.feeding.rows)
         self.start = resume_run(self.worker, plan, config, self.feeding, world) if config.resume else 0
@@ -100,6 +103,8 @@ class TrainingRun:
     def _train_loop(self, log: RunLog | None, directory: Path) -> None:
         config, last = self.config, self.config.steps
         peak = find_peak(self.world.device, PRODUCT_TYPE[self.plan.job.precision], self.world.local_size)
+        job, devices = self.plan.job, len(self.plan.used_devices)
+        work = StepWork(tokens=job.batch * job.sequence, flops=self.flops, devices=devices, peak=peak)
         if log is not None:
             log.write_line(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
             if isinstance(self.feeding, ImageBatchSource) and self.feeding.rows.too_long:
@@ -118,28 +123,46 @@ class TrainingRun:
             if log is not None and (done % config.log_every == 0 or done == last):
                 # Reading waits for the device: a time taken earlier would measure only the launches.
                 loss, norm = result.read_values()
+                self.require_finite(done, norm)
                 now = time.perf_counter()
-                log.log_step(
-                    step_metrics(
-                        step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
-                        tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
-                        devices=len(self.plan.used_devices), peak=peak,
-                        memory=self.process_use.peak_memory(), data_s=data_s / steps,
-                    )
+                measured = MeasuredStep(
+                    step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
+                    memory=self.process_use.peak_memory(), data_s=data_s / steps,
+                    skipped_steps=self.worker.skipped_steps,
+                    loss_scale=self.worker.loss_scale.scale if self.worker.loss_scale is not None else 0.0,
                 )  # fmt: skip
+                log.log_step(step_metrics(measured, work))
                 since, steps, data_s = now, 0, 0.0
+            if self.saves_after(done):
+                self.require_finite(done, result.grad_norm.item())
             if self.finish_step(step, log, directory):
                 since, steps, data_s = time.perf_counter(), 0, 0.0
         self.wait_for_save()
         self.report_pace(log)
         save_final(self.worker, directory / "weights", self.world, self.given)
 
+    def require_finite(self, step: int, norm: float) -> None:
+        """Raise RunError for a gradient norm that is not finite, unless such steps change no parameter."""
+        if math.isfinite(norm) or self.worker.skips_infinite:
+            return
+        raise RunError(
+            "The gradients are not finite, so the parameters of this run are lost.",
+            where=f"a step up to {step}",
+            seen=f"gradient norm {norm}",
+            next_step=f"resume from the last checkpoint (step {self._saved}) with a smaller --lr, "
+            "or with --nonfinite skip to leave such steps out",
+        )
+
+    def saves_after(self, done: int) -> bool:
+        """Return True if a checkpoint is due after this number of steps."""
+        return done == self.config.steps or bool(self.config.save_every and done % self.config.save_every == 0)
+
     def finish_step(self, step: int, log: RunLog | None, directory: Path) -> bool:
         """Run the trace, evaluation and checkpoint due after a step. Return True if any of them took time."""
         config, done = self.config, step + 1
         last = done == config.steps
         evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
-        saves = last or bool(config.save_every and done % config.save_every == 0)
+        saves = self.saves_after(done)
         if self.worker.tracing:
             write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s, self.process_use)
         if evaluates:
@@ -210,6 +233,10 @@ class TrainingRun:
             "rows_seen": step * self.plan.job.batch,
             "pipefit": __version__,
         }
+        if self.worker.skipped_steps:
+            extra["skipped_steps"] = self.worker.skipped_steps
+        if self.worker.loss_scale is not None:
+            extra["loss_scale"] = self.worker.loss_scale.to_mapping()
         if isinstance(self.feeding, ImageBatchSource) and self.feeding.excluded_samples:
             extra["left_out"] = self.feeding.excluded_samples
         pieces, folder = all_pieces(self.worker, saving=True), directory / "checkpoints"
@@ -229,41 +256,6 @@ class TrainingRun:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-
-
-def resume_run(worker: Worker, plan: Plan, config: TrainConfig, feeding: BatchSource, world: World) -> int:
-    """Load a checkpoint into the worker; return the next step. Raises CheckpointError if it is from another run."""
-    folder = checkpoint.locate_checkpoint(Path(config.resume))
-    manifest = checkpoint.read_manifest(folder)
-    extra = manifest.extra
-    world.require_agreement("checkpoint", codec.content_digest(manifest), checkpoint_mismatch)
-    expected = {
-        "model": (plan.hashes.model, "the model"),
-        "seed": (plan.job.seed, "the seed"),
-        "batch": (plan.job.batch, "the batch"),
-        "sequence": (plan.job.sequence, "the sequence length"),
-        "corpus": (feeding.digest, "the data"),
-        "held_out": (feeding.rows.held_out, "the number of rows held out (--held-out)"),
-    }
-    for key, (value, words) in expected.items():
-        if value != "" and extra.get(key, value if key == "held_out" else None) != value:
-            raise CheckpointError(
-                f"The checkpoint is of another run: {words} differs, so the run could not continue as it was.",
-                where=str(folder),
-                seen=f"{extra.get(key)} in the checkpoint, {value} now",
-                next_step=f"use what the run used, or start a new run with --weights {folder.parent.parent}/weights",
-            )
-    checkpoint.load_checkpoint(folder, stored_pieces(worker, manifest.tensors), group=world.cpu_group)
-    if isinstance(feeding, ImageBatchSource):
-        feeding.exclude_samples(extra.get("left_out", ()))
-    if int(extra["step"]) >= config.steps:
-        raise RunError(
-            "The checkpoint is already at the last step.",
-            where="--steps",
-            seen=f"{config.steps}, checkpoint at {extra['step']}",
-            next_step="give more steps",
-        )
-    return int(extra["step"])
 
 
 def shared_model(plan: Plan, world: World) -> Model:
@@ -311,17 +303,7 @@ def corpus_mismatch(ranks: list[int], seen: str) -> RunError:
     )
 
 
-def checkpoint_mismatch(ranks: list[int], seen: str) -> RunError:
-    """Return the error for ranks that would resume from another checkpoint than rank 0's."""
-    return RunError(
-        f"These ranks found another checkpoint than rank 0: {name_ranks(ranks)}.",
-        where="--resume",
-        seen=f"checkpoint {seen}",
-        next_step="name a checkpoint in a folder that all hosts share",
-    )
-
-
-def weights_value(plan: Plan, model: Model, weights: str) -> Value:
+def weights_value(plan: Plan, model: Model, weights: str) -> ParameterValue:
     """Return parameters from a directory of safetensors in Hugging Face names, or from one per module (`vision=DIR`).
     Raises ModelError if they do not fit the model."""
     from pipefit.model.weights.files import WeightFiles

@@ -25,14 +25,14 @@ from pipefit.plan.types import Plan
 from pipefit.plugins import call_plugin
 from pipefit.run.stage.user_module import whole_example
 
-Value = Callable[[str, Sequence[int], Box], Tensor]
+ParameterValue = Callable[[str, Sequence[int], Box], Tensor]
 """(global name, global shape, box) -> that part of the parameter, any float type."""
 
 _BLOCK = 1 << 20
 """Approximate number of elements drawn from one generator: rows are never divided."""
 
 
-def initial_values(plan: Plan, model: Model) -> Value:
+def initial_values(plan: Plan, model: Model) -> ParameterValue:
     """Return values from the plan's seed: the initial values of a user's modules, or those of `initial_value` for a
     family."""
     initials = family_initials(model)

@@ -41,6 +41,40 @@ class StageLayer:
     "Shares of all devices along the shard axis, if the layer has its own; empty: those of the stage."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSetup:
+    """The place of a stage in its model, its mesh and its job."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    "The computing type."
+    products: str = ""
+    "`fp8` if blocks multiply in FP8."
+    shard: ShardContext | None = None
+    sequence: ShardContext | None = None
+    "The position on the context axis, if there is one."
+    experts: ShardContext | None = None
+    "The position on an expert axis and its shards together."
+    seed: int = 0
+    first_layer_index: int = 0
+    "The index of the first layer in the model."
+    slices: int = 1
+    "Slices per microbatch."
+    modules: Mapping[str, torch.nn.Module] | None = None
+    "The user's own modules, for opaque operators."
+    backend: str | None = "auto"
+    "The torch.compile backend of pointwise regions; None for eager; auto: inductor on CUDA."
+    backward: bool = True
+    "Without it a forward saves nothing: the stage and all stages before it are frozen."
+    input_gradient: bool = True
+    "Without it all stages before this one are frozen."
+    side_loss: str = ""
+    "The last layer's name for a loss besides the hidden state."
+    released: Collection[str] = ()
+    "Parameters that get their storage from sharded layers (ZeRO-3)."
+
+
 class StageProgram:
     """The executable form of consecutive layers on one device.
 
@@ -49,59 +83,31 @@ class StageProgram:
     forward is kept until its B or W, under (microbatch, slice).
     """
 
-    def __init__(
-        self,
-        layers: Sequence[StageLayer],
-        *,
-        recompute: Literal["none", "selective", "full"] = "none",
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        products: str = "",
-        shard: ShardContext | None = None,
-        sequence: ShardContext | None = None,
-        experts: ShardContext | None = None,
-        seed: int = 0,
-        first_layer_index: int = 0,
-        slices: int = 1,
-        modules: Mapping[str, torch.nn.Module] | None = None,
-        backend: str | None = "auto",
-        backward: bool = True,
-        input_gradient: bool = True,
-        side_loss: str = "",
-        released: Collection[str] = (),
-    ) -> None:
-        """`dtype` is the computing type, and `products` is `fp8` if blocks multiply in FP8. `slices` is the number of
-        slices per microbatch. `first_layer_index` is the index of the first layer in the model. `modules` are the
-        user's own, for opaque operators. `backend` compiles pointwise regions (a torch.compile backend, None for eager;
-        auto: inductor on CUDA). Without `backward` a forward saves nothing: the stage and all stages before it are
-        frozen. Without `input_gradient` all stages before it are. `side_loss` is the last layer's name for a loss
-        besides the hidden state. `sequence` is the position on the context axis, if there is one, and `experts` that on
-        an expert axis and its shards together. The parameters named in `released` get their storage from sharded layers
-        (ZeRO-3)."""
+    def __init__(self, layers: Sequence[StageLayer], setup: StageSetup = StageSetup()) -> None:
         self.layers = tuple(layers)
-        self.recompute = recompute
-        self.device = torch.device(device)
-        self.dtype, self.products = dtype, products
-        self.shard = shard
-        self.sequence = sequence
-        self.experts = experts
-        self.slices = slices
-        self.backend = ("inductor" if self.device.type == "cuda" else None) if backend == "auto" else backend
+        self.setup = setup
+        self.recompute = setup.recompute
+        self.device = torch.device(setup.device)
+        self.dtype = setup.dtype
+        self.shard, self.sequence, self.experts = setup.shard, setup.sequence, setup.experts
+        self.slices = setup.slices
+        self.backend = setup.backend
+        if setup.backend == "auto":
+            self.backend = "inductor" if self.device.type == "cuda" else None
         self.on_layer_gradients: Callable[[int], None] | None = None
         "Called with the layer's index in this stage when its gradients of the running B or W are complete."
-        self.parameters = make_parameters(self.layers, self.device, dtype, released)
-        self.functions = [
-            self._compile_layer(index, layer, seed, first_layer_index + index, modules)
-            for index, layer in enumerate(layers)
-        ]
-        self.keeps = backward
+        self.parameters = make_parameters(self.layers, self.device, setup.dtype, setup.released)
+        self.functions = [self._compile_layer(index, layer) for index, layer in enumerate(layers)]
+        self.keeps = setup.backward
         trains = [any(spec.trainable for spec in layer.graph.parameters) for layer in self.layers]
-        self.frozen = 0 if input_gradient or True not in trains else trains.index(True)
+        self.frozen = 0 if setup.input_gradient or True not in trains else trains.index(True)
         "Number of leading layers without a backward."
-        self.input_gradient = input_gradient
-        self.stretches: list[AutogradSegment] = split_segments(self.layers, self.functions, recompute, self.frozen)
-        self.side_loss = side_loss
-        self.has_loss = self.functions[-1].returns_loss or bool(side_loss)
+        self.input_gradient = setup.input_gradient
+        self.stretches: list[AutogradSegment] = split_segments(
+            self.layers, self.functions, setup.recompute, self.frozen
+        )
+        self.side_loss = setup.side_loss
+        self.has_loss = self.functions[-1].returns_loss or bool(setup.side_loss)
         self.divisor = 1
         self.step = 0
         self._seed_gradient: torch.Tensor | None = None
@@ -110,25 +116,23 @@ class StageProgram:
         self._bound = False
         self._sharded: ShardedLayers | None = None
 
-    def _compile_layer(
-        self, place: int, layer: StageLayer, seed: int, model_layer: int, modules: Mapping[str, torch.nn.Module] | None
-    ) -> LayerFunction:
+    def _compile_layer(self, place: int, layer: StageLayer) -> LayerFunction:
         shard = replace(self.shard, shares=layer.shares) if self.shard is not None and layer.shares else self.shard
         contexts = [
             OperatorContext(
                 graph=layer.graph,
                 layer=place,
-                model_layer=model_layer,
+                model_layer=self.setup.first_layer_index + place,
                 operator=index,
                 dtype=self.dtype,
-                products=self.products,
+                products=self.setup.products,
                 device=self.device,
-                seed=seed,
+                seed=self.setup.seed,
                 slices=self.slices,
                 shard=shard,
                 sequence=self.sequence,
                 experts=self.experts,
-                modules=modules,
+                modules=self.setup.modules,
             )
             for index in range(len(layer.graph.operators))
         ]

@@ -18,7 +18,7 @@ from pipefit.run.transfers.cells import TensorCell
 from pipefit.run.transfers.wiring import TransferWiring
 from pipefit.schedule.actions import Action
 
-Way = Literal["F", "B"]
+Direction = Literal["F", "B"]
 
 
 class _ActionCell(NamedTuple):
@@ -40,11 +40,11 @@ class ActionTensors:
         self._plan, self._wiring, self._trained = plan, wiring, trained
         self._schedule = plan.to_schedule()
 
-    def input_cells(self, action: Action, way: Way) -> list[TensorCell]:
+    def input_cells(self, action: Action, way: Direction) -> list[TensorCell]:
         """Return the input cells of the action."""
         return [end.cell for end in self._action_cells(action, way, taking=True)]
 
-    def make_take(self, action: Action, way: Way) -> Callable[[], dict[str, Tensor]]:
+    def make_take(self, action: Action, way: Direction) -> Callable[[], dict[str, Tensor]]:
         """Return a function that empties the input cells; gradients of a tensor used by several stages are summed."""
         ends = [*self._action_cells(action, way, taking=True)]
         count = self._schedule.stage_turn(action.stage).multiple
@@ -62,7 +62,7 @@ class ActionTensors:
 
         return take_tensors
 
-    def make_give(self, action: Action, way: Way) -> Callable[[Mapping[str, Tensor]], None]:
+    def make_give(self, action: Action, way: Direction) -> Callable[[Mapping[str, Tensor]], None]:
         """Return a function that fills the output cells, and exchanges tensors that the lane's devices need in another
         mesh."""
         ends = [*self._action_cells(action, way, taking=False)]
@@ -87,7 +87,7 @@ class ActionTensors:
 
         return give_tensors
 
-    def _action_cells(self, action: Action, way: Way, taking: bool) -> Iterator[_ActionCell]:
+    def _action_cells(self, action: Action, way: Direction, taking: bool) -> Iterator[_ActionCell]:
         incoming = taking == (way == "F")
         turn = self._schedule.stage_turn(action.stage)
         for edge in self._plan.edges:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipefit.errors import PipefitError
 
-Channel = tuple[Any, int, int]
+PeerChannel = tuple[Any, int, int]
 """(process group, the peer's rank in it, tag)."""
 
 
@@ -66,7 +66,7 @@ class CommGroups:
         """Return the group of these ranks, or None for this rank alone."""
         return None if len(ranks) == 1 else self._groups[tuple(sorted(ranks))]
 
-    def open_channel(self, source: int, target: int, tag: int) -> Channel:
+    def open_channel(self, source: int, target: int, tag: int) -> PeerChannel:
         """Return this rank's channel to the other one of `source` and `target`, for messages of the directed pair."""
         peer = target if source == self.rank else source
         if self.tagged:

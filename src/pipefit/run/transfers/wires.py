@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.run.transfers.cells import JointMessage, Operation, TensorCell
-from pipefit.run.transfers.comms import Channel
+from pipefit.run.transfers.comms import PeerChannel
 from pipefit.run.transfers.pieces import IncomingPieces, OutgoingPieces, TensorPiece
 
 T = TypeVar("T", IncomingPieces, OutgoingPieces)
 
-Wire = tuple[Channel | None, tuple[slice, ...] | None]
+Wire = tuple[PeerChannel | None, tuple[slice, ...] | None]
 """The channel of a piece, None for a piece that stays on this device, and its part of the local tensor, None for all
 of it."""
 
@@ -42,7 +42,7 @@ class SettledTransfer(Generic[T]):
 
     find: Callable[[], T]
     "Returns the pieces for the current counts."
-    channel: Callable[[int], Channel | None]
+    channel: Callable[[int], PeerChannel | None]
     "Returns the channel to or from a device."
     longest: LongestBuffer = field(default_factory=LongestBuffer)
     now: T = field(init=False)

@@ -23,7 +23,7 @@ from torch import Tensor
 from pipefit.layout import Mesh
 from pipefit.plan.types import Edge, Plan
 from pipefit.run.transfers.cells import Operation, TensorCell
-from pipefit.run.transfers.comms import Channel, CommGroups
+from pipefit.run.transfers.comms import CommGroups, PeerChannel
 from pipefit.run.transfers.packed import Counts, TokenRuns, packed_space
 from pipefit.run.transfers.pieces import IncomingPieces, OutgoingPieces, ReplicaRuns, incoming_pieces, outgoing_pieces
 from pipefit.run.transfers.wires import (
@@ -272,13 +272,13 @@ class TransferWiring:
         shape, runs = direction.packed_extent(shape, self._tokens, microbatch)
         return half(shape, self.device, runs)
 
-    def _channel_to(self, tag: int, device: int) -> Channel | None:
+    def _channel_to(self, tag: int, device: int) -> PeerChannel | None:
         """Return the channel to a device; None to this one."""
         if device == self.device:
             return None
         return self.comms.open_channel(self.ranks[self.device], self.ranks[device], tag)
 
-    def _channel_from(self, tag: int, device: int) -> Channel | None:
+    def _channel_from(self, tag: int, device: int) -> PeerChannel | None:
         if device == self.device:
             return None
         return self.comms.open_channel(self.ranks[device], self.ranks[self.device], tag)

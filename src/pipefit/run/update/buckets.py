@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipefit.layout import AxisName, Box, Run
 from pipefit.optimizers import FlatPiece, ParameterPart
-from pipefit.optimizers.sharded_state import ShardedState, shards_gradients
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_parameters
 
 ALIGN = 32
 """Elements: every parameter starts at a multiple, so that flat kernels read aligned vectors."""
@@ -98,7 +98,7 @@ class GradientBucket:
     @property
     def shards_parameters(self) -> bool:
         """True if only the owned run of the parameters persists (ZeRO-3)."""
-        return self.entries[0].sharded == "parameters"
+        return shards_parameters(self.entries[0].sharded)
 
     @property
     def owned_gradients(self) -> Tensor:

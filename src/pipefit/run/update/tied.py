@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipefit.layout import Mesh
-from pipefit.run.transfers.comms import Channel, CommGroups
+from pipefit.run.transfers.comms import CommGroups, PeerChannel
 from pipefit.run.transfers.pieces import TensorPiece, incoming_pieces, outgoing_pieces
 
 
@@ -57,8 +57,8 @@ class TiedSum:
         like: Tensor,
     ) -> None:
         self.name = name
-        self._sends: list[tuple[Channel, tuple[slice, ...]]] = []
-        self._receives: list[tuple[Channel, Tensor]] = []
+        self._sends: list[tuple[PeerChannel, tuple[slice, ...]]] = []
+        self._receives: list[tuple[PeerChannel, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._terms: list[Tensor | None] = []
         self._works: list[Any] = []

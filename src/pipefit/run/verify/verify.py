@@ -43,7 +43,7 @@ from pipefit.units import format_bytes
 LANES = 4
 """Number of lanes of which one rank is run by default: the fullest relative to their limit."""
 
-STEPS = 2
+VERIFIED_STEPS = 2
 """Training steps of a rank: the second runs with all memory that the first has allocated and kept."""
 
 
@@ -130,7 +130,7 @@ def lane_predictions(plan: Plan) -> tuple[LanePrediction, ...]:
     return plan.prediction.lanes
 
 
-def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> RankMemory:
+def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = VERIFIED_STEPS) -> RankMemory:
     """Measure one rank in a fresh process of this machine. Raises RunError if this machine cannot decide if it fits."""
     plan_device = plan.used_devices[rank]
     lane = device_lane(plan, plan_device)
@@ -156,7 +156,9 @@ def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps
     )
 
 
-def measure_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> MeasuredMemory:
+def measure_rank(
+    plan: Plan, model: Model, rank: int, device: torch.device, steps: int = VERIFIED_STEPS
+) -> MeasuredMemory:
     """Return the memory of a rank, measured in this process, which must not be part of a world."""
     count: Callable[[list[tuple[str, Callable[[], None]]]], MeasuredMemory]
     count = _count_on_cuda if device.type == "cuda" else count_on_cpu

@@ -18,7 +18,7 @@ from pipefit.layout import AxisName, Box, Mesh, held_box, parse_form
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.model.registry import build_layers
-from pipefit.optimizers.sharded_state import SHARDED_FORM, form_layout
+from pipefit.optimizers.sharded_state import SHARDED_FORM, form_layout, shards_parameters
 from pipefit.plan.assemble.shard_programs import (
     LayerProgram,
     ProgramCache,
@@ -32,12 +32,13 @@ from pipefit.plan.request.sliceable import document_problems, slice_problems
 from pipefit.plan.types import ParameterPlan, Plan
 from pipefit.precision import NUMBER_TYPES
 from pipefit.run.sharded.collectives import ShardContext
-from pipefit.run.stage.initial_values import Value, initial_values
+from pipefit.run.stage.initial_values import ParameterValue, initial_values
 from pipefit.run.stage.products import use_product_type
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.wiring import channel_pairs
 from pipefit.run.update.buckets import BucketEntry, make_buckets
+from pipefit.run.update.loss_scale import LossScale
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.run.update.state_devices import state_devices, state_process_groups
@@ -46,7 +47,7 @@ from pipefit.run.worker.planned import edge_shapes, side_loss, stage_layers
 from pipefit.run.worker.runnable import check_runnable
 from pipefit.run.worker.sharding import bind_sharded_layers, check_stored_forms, held_state, released_parameters
 from pipefit.run.worker.stage_parameters import layer_places, parameter_box, parameter_forms, whole_gradient_names
-from pipefit.run.worker.worker import Frozen, Worker, device_lane
+from pipefit.run.worker.worker import Frozen, Worker, WorkerSetup, device_lane
 from pipefit.schedule.lowering.frozen import with_backward
 from pipefit.shard.apart import check_row_independence
 
@@ -85,7 +86,7 @@ def build_worker(
     torch_device: torch.device,
     optimizer: OptimizerConfig,
     *,
-    value: Value | None = None,
+    value: ParameterValue | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Worker:
     """Return the worker of this rank, with parameters from `value`, or initialised from the plan's seed.
@@ -130,8 +131,7 @@ def build_worker(
         for number, (name, (shape, who)) in enumerate(sorted(uses.items()))
         if name in gradients and location.lane in who and name not in across
     }  # fmt: skip
-    return Worker(
-        plan,
+    setup = WorkerSetup(
         device=location.device,
         ranks=location.ranks,
         comms=comms,
@@ -146,7 +146,9 @@ def build_worker(
         master_dtype=master_dtype,
         loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss_output],
         frozen=frozen,
+        loss_scale=LossScale() if plan.job.precision == "float16" else None,
     )
+    return Worker(plan, setup)
 
 
 def make_groups(
@@ -218,21 +220,23 @@ def _build_program(
     before = [module.name for module in model.modules].index(stage.module)
     program = StageProgram(
         layers,
-        recompute=stage.recompute,
-        device=place.torch_device,
-        dtype=dtype,
-        products=NUMBER_TYPES[plan.job.precision].product,
-        shard=shard,
-        sequence=_axis_place(group, ("context",), place, comms),
-        experts=_axis_place(group, ("expert", "shard"), place, comms),
-        seed=plan.job.seed,
-        first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
-        slices=len(plan.order.slices),
-        modules=_opaque_modules(model, layers, place.torch_device),
-        backward=index in trained,
-        input_gradient=any(edge.source in trained for edge in plan.edges if edge.target == index),
-        side_loss=side_loss(model, stage),
-        released=released_parameters(plan, index, group),
+        StageSetup(
+            recompute=stage.recompute,
+            device=place.torch_device,
+            dtype=dtype,
+            products=NUMBER_TYPES[plan.job.precision].product,
+            shard=shard,
+            sequence=_axis_place(group, ("context",), place, comms),
+            experts=_axis_place(group, ("expert", "shard"), place, comms),
+            seed=plan.job.seed,
+            first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
+            slices=len(plan.order.slices),
+            modules=_opaque_modules(model, layers, place.torch_device),
+            backward=index in trained,
+            input_gradient=any(edge.source in trained for edge in plan.edges if edge.target == index),
+            side_loss=side_loss(model, stage),
+            released=released_parameters(plan, index, group),
+        ),
     )
     return pace_program(program)
 
@@ -266,7 +270,7 @@ def _bucket_entries(
     programs: Mapping[int, StageProgram],
     programs_of: Sequence[Mapping[str, LayerProgram]],
     place: RankPlace,
-    value: Value,
+    value: ParameterValue,
 ) -> tuple[list[BucketEntry], dict[str, Frozen]]:
     entries: dict[str, BucketEntry] = {}
     frozen: dict[str, Frozen] = {}
@@ -284,7 +288,7 @@ def _bucket_entries(
                 entries[parameter.name].twin = tensor
                 continue
             fill = partial(value, parameter.name, parameter.shape, box)
-            released = tensor.requires_grad and held_state(plan, parameter, group) == "parameters"
+            released = tensor.requires_grad and shards_parameters(held_state(plan, parameter, group))
             if not released:
                 with torch.no_grad():
                     tensor.copy_(fill())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pipefit.errors import StalePlanError
 from pipefit.layout import Mesh
 from pipefit.model.graph import Layer
-from pipefit.optimizers.sharded_state import ShardedState, state_of_forms
+from pipefit.optimizers.sharded_state import ShardedState, shards_parameters, state_of_forms
 from pipefit.plan.assemble.shard_programs import LayerProgram
 from pipefit.plan.types import ParameterPlan, Plan
 from pipefit.run.stage.program import StageProgram
@@ -55,7 +55,7 @@ def released_parameters(plan: Plan, stage: int, group: Mesh) -> set[str]:
     return {
         parameter.name
         for parameter in plan.parameters
-        if stage in parameter.uses and held_state(plan, parameter, group) == "parameters"
+        if stage in parameter.uses and shards_parameters(held_state(plan, parameter, group))
     }
 
 

@@ -8,9 +8,10 @@ while they are off.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from pipefit.run.transfers.packed import Counts
 from pipefit.run.transfers.wiring import TransferWiring
 from pipefit.run.update.buckets import GradientBucket, flat_piece
 from pipefit.run.update.grad_norm import clip_factor, counts_in_norm, sum_of_squares
+from pipefit.run.update.loss_scale import LossScale
 from pipefit.run.update.optimizer import OptimizerConfig, learning_rate, optimizer_options
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.schedule.actions import EVERY, Action
@@ -65,6 +67,36 @@ class StepResult:
         return pair[0], pair[1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """The parts of one rank that `build.py` made for a plan."""
+
+    device: int
+    "The rank's device in the plan."
+    ranks: Mapping[int, int]
+    "Device -> rank, for all devices of the plan."
+    comms: CommGroups
+    world: Any
+    "The process group of all ranks."
+    programs: Mapping[int, StageProgram]
+    "Stage -> its program, for every stage of the lane."
+    buckets: Sequence[GradientBucket]
+    reducer: GradientReducer
+    torch_device: torch.device
+    dtype: torch.dtype
+    "The computing type."
+    master_dtype: torch.dtype
+    shape_of: Callable[[Edge, int], Sequence[int]]
+    "(edge, slice) -> the shape of its hidden states."
+    optimizer: OptimizerConfig
+    loss_modules: Sequence[str]
+    "The modules with a loss, in the order of loss vectors."
+    loss_scale: LossScale | None = None
+    "The scale of the loss, under float16."
+    frozen: Mapping[str, Frozen] = field(default_factory=dict)
+    "Frozen parameters, by global name."
+
+
 class Worker:
     """One rank of a run.
 
@@ -72,44 +104,28 @@ class Worker:
     group of all ranks of the plan (None for a single rank). `build.build_worker` makes all of these from a plan.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        device: int,
-        ranks: Mapping[int, int],
-        comms: CommGroups,
-        world: Any,
-        programs: Mapping[int, StageProgram],
-        buckets: Sequence[GradientBucket],
-        reducer: GradientReducer,
-        torch_device: torch.device,
-        dtype: torch.dtype,
-        shape_of: Callable[[Edge, int], Sequence[int]],
-        optimizer: OptimizerConfig,
-        master_dtype: torch.dtype,
-        loss_modules: Sequence[str],
-        frozen: Mapping[str, Frozen] | None = None,
-    ) -> None:
-        self.plan, self.device, self.ranks = plan, device, ranks
-        self.comms, self.world = comms, world
-        self.programs, self.buckets, self.reducer = programs, list(buckets), reducer
-        self.torch_device, self.dtype = torch_device, dtype
-        self.frozen = dict(frozen or {})
-        "Frozen parameters, by global name."
-        self.config = optimizer
+    def __init__(self, plan: Plan, setup: WorkerSetup) -> None:
+        device, buckets, torch_device = setup.device, setup.buckets, setup.torch_device
+        self.plan, self.device, self.ranks = plan, device, setup.ranks
+        self.comms, self.world = setup.comms, setup.world
+        self.programs, self.buckets, self.reducer = setup.programs, list(buckets), setup.reducer
+        self.torch_device, self.dtype = torch_device, setup.dtype
+        self.frozen = dict(setup.frozen)
+        self.config = setup.optimizer
         self.optimizer = find_optimizer(plan.job.optimizer)
-        self.options = optimizer_options(optimizer, self.optimizer)
+        self.options = optimizer_options(setup.optimizer, self.optimizer)
         self.lane = device_lane(plan, device)
-        self.groups: Mapping[int, Mesh] = {stage: plan.stage_mesh(stage) for stage in programs}
+        self.groups: Mapping[int, Mesh] = {stage: plan.stage_mesh(stage) for stage in setup.programs}
         "Stage -> its mesh, for every stage of the lane."
         schedule = plan.to_schedule()
         self.actions = schedule.lanes[self.lane]
         self.trained = with_backward(schedule)
-        self.wiring = TransferWiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
+        self.wiring = TransferWiring(
+            plan, self.lane, device, setup.comms, setup.ranks, torch_device, setup.dtype, setup.shape_of
+        )
         self.ends = ActionTensors(plan, self.wiring, self.trained)
         self._turns = schedule.turns
-        pieces = [flat_piece(bucket, master_dtype, reducer.parts_sum(bucket)) for bucket in buckets]
+        pieces = [flat_piece(bucket, setup.master_dtype, setup.reducer.parts_sum(bucket)) for bucket in buckets]
         self.optimizers = [self.optimizer.state(self.optimizer, piece, self.options) for piece in pieces]
         self.pace: Callable[[Action, float], None] | None = None
         "If set, called after every action with its duration without message waits, in seconds; it may sleep (the lab)."
@@ -120,8 +136,11 @@ class Worker:
         "The last traced step in the form of the simulator's timeline: seconds since this rank began the step."
         self.trace_waits_s: list[float] = []
         "For each action of `trace`, the seconds it waited for messages at its start."
-        self.loss_modules = tuple(loss_modules)
-        "The modules with a loss, in the order of loss vectors."
+        self.loss_scale = setup.loss_scale
+        self.skips_infinite = setup.loss_scale is not None
+        """True if a step whose gradients are not finite changes no parameter. The host then waits for the norm."""
+        self.skipped_steps = 0
+        self.loss_modules = tuple(setup.loss_modules)
         weights = plan.model.config.get("loss_weights", {})
         self.loss_weights = {name: float(weights.get(name, 1.0)) for name in self.loss_modules}
         self._feeds: Mapping[int, Feeds] = {}
@@ -131,7 +150,7 @@ class Worker:
         self._norm = torch.zeros((), dtype=torch.float64, device=torch_device)
         self._lr, self._count = 0.0, 0
         self._counted = [counts_in_norm(bucket, self.groups[bucket.stage], device) for bucket in buckets]
-        self._shape_of = shape_of
+        self._shape_of = setup.shape_of
         self._operations = self._compile_actions(self.actions)
         self._evaluation: LaneEvaluation | None = None
 
@@ -142,7 +161,8 @@ class Worker:
         stage. `divisor` is the number of labels of the step; `counts` are the tokens of every sample of the batch in
         packed spaces."""
         self._feeds = self.inputs_by_stage(feeds)
-        self._lr, self._count = learning_rate(self.config, self.options.lr, step), step + 1
+        self._lr, self._count = learning_rate(self.config, self.options.lr, step), step + 1 - self.skipped_steps
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self._losses.zero_()
         self._scalars.zero_()
         self.reducer.zero_gradients()
@@ -150,7 +170,7 @@ class Worker:
         by_module = self.module_divisors(divisor)
         for stage, program in self.programs.items():
             module = self.plan.stages[stage].module
-            program.begin_step(step, by_module.get(module, 1), self.loss_weights.get(module, 1.0))
+            program.begin_step(step, by_module.get(module, 1), scale * self.loss_weights.get(module, 1.0))
         if self.tracing or self.pace is not None:
             self._walk_slowly()
         else:
@@ -327,14 +347,28 @@ class Worker:
         if self.world is not None:
             dist.all_reduce(self._scalars, group=self.world)
         self._norm = self._scalars[0].sqrt()
+        if self.loss_scale is not None:
+            self._norm = self._norm / self.loss_scale.scale
 
     def _update_parameters(self) -> None:
         factor = clip_factor(self._norm, self.config.max_norm) if self.config.max_norm else None
+        if self.loss_scale is not None:
+            factor = (1.0 if factor is None else factor) * torch.full_like(self._norm, 1 / self.loss_scale.scale)
+        if self.skips_infinite and self._skip_update():
+            return
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
             gradient = bucket.owned_gradients
             if factor is not None:
                 gradient.mul_(factor)
             optimizer.step(gradient, self._lr, self._count)
+
+    def _skip_update(self) -> bool:
+        """Return True if the gradients are not finite. Counts such steps, and changes the scale of the loss."""
+        finite = math.isfinite(self._norm.item())
+        self.skipped_steps += not finite
+        if self.loss_scale is not None:
+            self.loss_scale.update_scale(finite)
+        return not finite
 
 
 def device_lane(plan: Plan, device: int) -> int:

@@ -19,7 +19,7 @@ from pipefit.errors import DeadlockError
 from pipefit.schedule.actions import TRANSFER, Action, Schedule
 from pipefit.schedule.check.draw import Cell, bad_cell_error, draw_cells
 
-Message = tuple[str, int, int, str, int, int]
+MessageKey = tuple[str, int, int, str, int, int]
 """(F or B, sending stage, receiving stage, tensor, microbatch, slice)."""
 
 
@@ -50,7 +50,7 @@ def check_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> None:
         raise error
 
 
-def message_name(action: Action) -> Message:
+def message_name(action: Action) -> MessageKey:
     """Return the message of a SEND or RECV, named the same at both ends."""
     ends = (action.stage, action.peer) if action.kind.startswith("SEND") else (action.peer, action.stage)
     return (action.kind[-1], *ends, action.what, action.microbatch, action.slice)
@@ -114,11 +114,11 @@ class _LaneExecution:
         self.schedule, self.rendezvous = schedule, rendezvous
         self.lanes = schedule.lanes
         self.place = [0] * len(self.lanes)
-        self.sent: set[Message] = set()
-        self.posted: set[Message] = set()
+        self.sent: set[MessageKey] = set()
+        self.posted: set[MessageKey] = set()
         self.arrived: dict[str, set[int]] = {}
         self.waiting: dict[tuple[str, object], list[int]] = {}
-        self.inputs: dict[tuple[str, int, int, int], list[Message]] = {}
+        self.inputs: dict[tuple[str, int, int, int], list[MessageKey]] = {}
         self.members: dict[str, set[int]] = {}
         self.last: dict[tuple[int, str], int] = {}
         for lane, step, action in schedule:

@@ -58,14 +58,8 @@ def draw_cells(
     shown = [lane for lane in range(len(lanes)) if abs(lane - bad_lane) <= 8 or lane in (steps or {})][:24]
     rows: dict[int, list[str]] = {}
     for lane in shown:
-        rows[lane] = []
-        for step in range(centre[lane] - around, centre[lane] + around + 1):
-            text = _cell_text(lanes[lane], step)
-            if (lane, step) == cell:
-                text = f">{text}<"
-            elif steps and steps.get(lane) == step:
-                text = f"[{text}]"
-            rows[lane].append(text)
+        near = range(centre[lane] - around, centre[lane] + around + 1)
+        rows[lane] = [_marked_text(lanes, (lane, step), cell, steps or {}) for step in near]
     widths = [max(len(row[column]) for row in rows.values()) for column in range(2 * around + 1)]
     label = len(f"lane {shown[-1]}")
     lines = []
@@ -86,6 +80,15 @@ def draw_cells(
     if shown[-1] < len(lanes) - 1:
         lines.append("...")
     return "\n".join("  " + line for line in lines)
+
+
+def _marked_text(lanes: Sequence[Sequence[Action]], shown: Cell, cell: Cell, steps: Mapping[int, int]) -> str:
+    """Return the text of a cell, with marks around it if it is `cell` or at its lane's own step."""
+    lane, step = shown
+    text = _cell_text(lanes[lane], step)
+    if shown == cell:
+        return f">{text}<"
+    return f"[{text}]" if steps.get(lane) == step else text
 
 
 def _cell_text(lane: Sequence[Action], step: int) -> str:

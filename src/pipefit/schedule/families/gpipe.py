@@ -1,8 +1,8 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
-Peak memory is that of all microbatches; the time on d equal stages is (m + d - 1)(f + b). With several stages on a lane
-(looped or V placements) it runs breadth-first: the forwards stage by stage, the backwards in the opposite order. With
-slices it is the order of TeraPipe. Stages that take turns run their own microbatches breadth-first too.
+All microbatches are in memory at the peak. The time on d equal stages is (m + d - 1)(f + b). With several stages on a
+lane (looped or V placements) it runs breadth-first: the forwards stage by stage, the backwards in the opposite order.
+With slices it is the order of TeraPipe. Stages that take turns run their own microbatches breadth-first too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pipefit.schedule.actions import COMPUTE, Schedule
 from pipefit.schedule.problem import Edge
 
-BACKWARD = tuple(kind for kind in COMPUTE if kind != "F")
+BACKWARD_KINDS = tuple(kind for kind in COMPUTE if kind != "F")
 
 
 def frozen_stages(stages: int, edges: Iterable[Edge], trained: Iterable[int]) -> frozenset[int]:
@@ -26,7 +26,7 @@ def frozen_stages(stages: int, edges: Iterable[Edge], trained: Iterable[int]) ->
 
 def with_backward(schedule: Schedule) -> frozenset[int]:
     """Return the stages of a schedule that have a backward."""
-    return frozenset(action.stage for _, _, action in schedule if action.kind in BACKWARD)
+    return frozenset(action.stage for _, _, action in schedule if action.kind in BACKWARD_KINDS)
 
 
 def without_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:

@@ -20,13 +20,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from pipefit.cost.types import CostTable
+from pipefit.cost.types import CostTable, Ints
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule, make_actions
 from pipefit.schedule.lowering.messages import post_ahead
 from pipefit.schedule.problem import Edge, chain_edges, uniform_costs
 from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
-from pipefit.schedule.taskgraph.table import SEND_F, Ints
+from pipefit.schedule.taskgraph.table import SEND_F
 from pipefit.schedule.taskgraph.times import TaskTimes, run_graph
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from pipefit.schedule.actions import Action, RoundRobin
 
-Channel = tuple[str, int, int, str]
+MessageChannel = tuple[str, int, int, str]
 """(RECV_F or RECV_B, receiving stage, sending stage, tensor)."""
 
 
-def channel_of(action: Action) -> Channel:
+def channel_of(action: Action) -> MessageChannel:
     """Return the channel of a SEND or RECV."""
     if action.kind.startswith("RECV"):
         return action.kind, action.stage, action.peer, action.what
@@ -40,14 +40,14 @@ def _unit_start(action: Action, turns: Sequence[RoundRobin]) -> int:
     return turns[action.stage].unit_start(action.microbatch) if turns else action.microbatch
 
 
-def receive_windows(lane: Sequence[Action], turns: Sequence[RoundRobin] = ()) -> dict[Channel, int]:
+def receive_windows(lane: Sequence[Action], turns: Sequence[RoundRobin] = ()) -> dict[MessageChannel, int]:
     """Return, for every channel into a lane, the maximum number of receives open at once."""
     events = [
         (position, change, channel_of(lane[post]))
         for post, use in message_consumers(lane, turns).items()
         for position, change in ((post, 1), (use, -1))
     ]
-    now, peak = Counter[Channel](), Counter[Channel]()
+    now, peak = Counter[MessageChannel](), Counter[MessageChannel]()
     for _, change, key in sorted(events):
         now[key] += change
         peak[key] = max(peak[key], now[key])

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.cost.types import Ints
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.problem import Edge, chain_edges
@@ -38,7 +39,6 @@ from pipefit.schedule.taskgraph.table import (
     B,
     F,
     I,
-    Ints,
     ScheduleTable,
     W,
     schedule_columns,

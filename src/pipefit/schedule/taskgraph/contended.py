@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipefit.cost.types import CostTable, PortContention, PortFlow
+from pipefit.cost.types import Array, CostTable, Ints, PortContention, PortFlow
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.problem import Edge
@@ -21,15 +21,15 @@ from pipefit.schedule.taskgraph import fluid
 from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
 from pipefit.schedule.taskgraph.fluid import ActiveTransfers, SharedFlows, SharedTasks
 from pipefit.schedule.taskgraph.kernel import compile_modules, pays_to_compile
-from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, Floats, I, Ints, W
+from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, I, W
 from pipefit.schedule.taskgraph.times import TaskTimes, run_graph, task_durations
 
-COMPILED_FROM = 15_000
+COMPILED_DEPENDENCIES = 15_000
 """Number of dependencies from which importing numba pays: an event costs more than an entry of the plain sweep."""
 
 Group = TypeVar("Group", SharedTasks, SharedFlows, ActiveTransfers)
 
-ALONE = PortFlow((), (), 1.0)
+UNSHARED_FLOW = PortFlow((), (), 1.0)
 """The flow of a transfer that shares no port."""
 
 
@@ -127,7 +127,7 @@ def copy_tasks(graph: TaskGraph, pipelines: int) -> TaskCopies:
 def _task_flows(graph: TaskGraph, copies: TaskCopies, shared: PortContention) -> tuple[Ints, list[PortFlow]]:
     """Return (index of the flow of every copy, or -1 without one; the flows)."""
     known = {key: number for number, key in enumerate(shared.flows)}
-    flows = [*shared.flows.values(), ALONE]
+    flows = [*shared.flows.values(), UNSHARED_FLOW]
     edges = {(edge.source, edge.target, edge.tensor): i for i, edge in enumerate(shared.pipelines[0].edges)}
     edge_of = np.array([edges[edge] for edge in graph.table.edges] or [0], dtype=np.int64)
     flow_of = np.full(copies.size, -1, dtype=np.int64)
@@ -166,7 +166,7 @@ def _task_slices(graph: TaskGraph) -> int:
     return graph.schedule.slices
 
 
-def _shared_tasks(copies: TaskCopies, flow: Ints, duration: Floats, transit: Floats, rank: Ints) -> SharedTasks:
+def _shared_tasks(copies: TaskCopies, flow: Ints, duration: Array, transit: Array, rank: Ints) -> SharedTasks:
     size = copies.size
     return SharedTasks(
         first=copies.first,
@@ -190,11 +190,11 @@ def _shared_tasks(copies: TaskCopies, flow: Ints, duration: Floats, transit: Flo
     )
 
 
-def _run_shared(tasks: SharedTasks, ports: SharedFlows, compiled: bool | None) -> tuple[Floats, Floats]:
+def _run_shared(tasks: SharedTasks, ports: SharedFlows, compiled: bool | None) -> tuple[Array, Array]:
     """Return (start of every copy, its moments)."""
     size, dependencies = len(tasks.flow), len(tasks.then)
     active = _active_transfers(size)
-    if compiled is None and dependencies >= COMPILED_FROM:
+    if compiled is None and dependencies >= COMPILED_DEPENDENCIES:
         compiled = True
     if pays_to_compile(dependencies, compiled):
         done = compile_modules((fluid,), ("share_ports",))["share_ports"](tasks, ports, active)
@@ -242,7 +242,7 @@ def _filled_integers(count: int, value: int = 0) -> Ints:
     return np.full(count, value, dtype=np.int64)
 
 
-def _last_pipeline(graph: TaskGraph, copies: TaskCopies, moment: Floats, pipelines: int) -> int:
+def _last_pipeline(graph: TaskGraph, copies: TaskCopies, moment: Array, pipelines: int) -> int:
     """Return the pipeline whose last compute action ends last."""
     compute = np.flatnonzero(graph.kind <= B)
     if not len(compute):

@@ -134,7 +134,7 @@ def share_ports(tasks: SharedTasks, flows: SharedFlows, active: ActiveTransfers)
 
 
 def run_tasks(depth: int, waiting: int, tasks: SharedTasks) -> tuple[int, int]:
-    """Run the `depth` tasks on the stack, and their dependents, as far as they need no port.
+    """Run the `depth` tasks on the stack, and their dependents that need no port.
 
     A transfer that has not run joins the heap of `waiting` transfers. Returns (number of tasks that ran, size of the
     heap).

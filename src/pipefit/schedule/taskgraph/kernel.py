@@ -17,7 +17,7 @@ from typing import Any
 
 from pipefit.schedule.taskgraph.compile_notice import watch_numba
 
-COMPILED_FROM = 60_000
+COMPILED_ENTRIES = 60_000
 """Number of predecessor entries from which importing numba (about half a second) pays."""
 
 
@@ -80,7 +80,7 @@ def topological_order(pointer: Any, after: Any, order: Any, cursor: Any, stack: 
 def pays_to_compile(entries: int, compiled: bool | None = None) -> bool:
     """Return `compiled`, or if it is None whether compiling pays for this number of predecessor entries."""
     if compiled is None:
-        return entries >= COMPILED_FROM or (entries >= 2_000 and "numba" in sys.modules)
+        return entries >= COMPILED_ENTRIES or (entries >= 2_000 and "numba" in sys.modules)
     return compiled
 
 

@@ -9,11 +9,9 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.cost.types import Ints
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.problem import Edge
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 F, I, W, B, SEND_F, SEND_B, RECV_F, RECV_B, REDUCE, GATHER, NORM, STEP, FREE, BARRIER = range(14)  # noqa: E741
 CODE = {

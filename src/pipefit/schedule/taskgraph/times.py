@@ -7,31 +7,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.types import CostTable, EdgeCost
+from pipefit.cost.types import Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.taskgraph.compile import TaskGraph
 from pipefit.schedule.taskgraph.kernel import choose_loop, sweep_tasks
-from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, Floats, I, W
+from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTimes:
     """The times of every task of a graph."""
 
-    start_s: Floats
-    moment_s: Floats
+    start_s: Array
+    moment_s: Array
     "Two per task: its stop, and the arrival of its transfer (for tasks without one, their start)."
-    duration_s: Floats
+    duration_s: Array
     "For a transfer, the time that it keeps the port busy."
 
     @property
-    def stop_s(self) -> Floats:
+    def stop_s(self) -> Array:
         """The stop of every task; for a transfer, the time at which the port is free again."""
         return self.moment_s[0::2]
 
     @property
-    def arrival_s(self) -> Floats:
+    def arrival_s(self) -> Array:
         """The time at which a transfer's data can be used."""
         return self.moment_s[1::2]
 
@@ -42,7 +42,7 @@ def run_graph(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) 
     return run_sweep(graph, duration, transit, compiled)
 
 
-def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: bool | None = None) -> TaskTimes:
+def run_sweep(graph: TaskGraph, duration: Array, transit: Array, compiled: bool | None = None) -> TaskTimes:
     """Return the times of every task from arrays of durations and transit times."""
     function = choose_loop(sweep_tasks, len(graph.after), compiled)
     if function is sweep_tasks:
@@ -54,7 +54,7 @@ def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: boo
     return TaskTimes(start_s=starts, moment_s=moments, duration_s=duration)
 
 
-def task_durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+def task_durations(graph: TaskGraph, costs: CostTable) -> tuple[Array, Array]:
     """Return (duration, transit) of every task, in seconds."""
     duration, transit = np.zeros(graph.size), np.zeros(graph.size)
     for code, name in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
@@ -82,23 +82,23 @@ def task_durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
     return duration, transit
 
 
-def left_to_reduce_s(graph: TaskGraph, costs: CostTable) -> Floats:
+def left_to_reduce_s(graph: TaskGraph, costs: CostTable) -> Array:
     """Return, per stage, the rest of its gradient reduction after its last backward, a B or a W."""
     if not costs.reduce_hidden_s:
         return costs.reduce_s
     parted = np.zeros(len(costs.reduce_s), dtype=np.bool_)
     parted[graph.stage[graph.kind == W]] = True
-    left: Floats = costs.reduce_s - np.where(parted, costs.reduce_hidden_s["W"], costs.reduce_hidden_s["B"])
+    left: Array = costs.reduce_s - np.where(parted, costs.reduce_hidden_s["W"], costs.reduce_hidden_s["B"])
     return left
 
 
-def spread_table(graph: TaskGraph, code: int, table: Floats) -> Floats:
+def spread_table(graph: TaskGraph, code: int, table: Array) -> Array:
     """Return, for the tasks of one kind, their entries in an array over [stage or edge, microbatch, slice], in which an
     axis of length 1 means "the same for all"."""
     schedule = graph.schedule
     first = len(graph.table.edges) if code in (SEND_F, SEND_B) else schedule.num_stages
     dense = np.broadcast_to(table, (first, schedule.microbatches, schedule.slices))
-    values: Floats = dense.reshape(-1)[graph.groups[code].place]
+    values: Array = dense.reshape(-1)[graph.groups[code].place]
     return values
 
 
@@ -115,6 +115,6 @@ def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
     return [known[edge] for edge in edges]
 
 
-def edge_table(matched: Sequence[EdgeCost], field: str) -> Floats:
+def edge_table(matched: Sequence[EdgeCost], field: str) -> Array:
     """Return one field of all edges as an array over [edge, microbatch, slice]; axes of length 1 are kept."""
     return np.stack(np.broadcast_arrays(*(getattr(cost, field) for cost in matched)))

@@ -17,11 +17,9 @@ from functools import cache
 from typing import Any
 
 from pipefit.errors import PlanError
+from pipefit.model.analysis.aten_splits import Labels as Labels
 from pipefit.model.graph import Operator, Shape, Size
 from pipefit.model.ops.table import PLUGINS
-
-Labels = tuple[str | None, ...]
-"""One label per dimension; None if the dimension must not be split."""
 
 
 @dataclass(frozen=True, slots=True)

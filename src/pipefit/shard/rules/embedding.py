@@ -1,6 +1,6 @@
 """embedding: split by rows or tokens, by features (table G1), or by vocabulary (table G0).
 
-With a split vocabulary every device looks up the tokens of its own part and returns zeros for the others.
+With a split vocabulary every device looks up the tokens of its own part and returns zeros for all other tokens.
 """
 
 from __future__ import annotations

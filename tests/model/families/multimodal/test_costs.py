@@ -25,7 +25,7 @@ from pipefit.model.ops import Flops
 from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
 from pipefit.run.stage.memory_audit import AllocationAudit
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
 
 LENGTH = 40
@@ -104,7 +104,7 @@ def stage_of(module: Any, layers: slice, recompute: Recompute, dtype: torch.dtyp
     graphs = [model.layer_graph(layer) for layer in module.layers[layers]]
     local = [StageLayer(o.name, g, o.parameters) for o, g in zip(module.layers[layers], graphs, strict=True)]
     side = graphs[-1].loss_output if graphs[-1].loss_output and graphs[-1].hidden_output else ""
-    program = StageProgram(local, recompute=recompute, dtype=dtype, side_loss=side)
+    program = StageProgram(local, StageSetup(recompute=recompute, dtype=dtype, side_loss=side))
     for parameter in program.parameters.values():
         torch.nn.init.normal_(parameter, std=0.2)
     wide = torch.promote_types(dtype, torch.float32)

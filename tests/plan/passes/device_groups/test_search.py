@@ -144,11 +144,11 @@ def test_no_plan_is_faster_than_its_floor() -> None:
         looker = GroupSearch(context, JOB, NO_CONSTRAINTS, NOTHING)
         floors = {
             (
-                hope.layout.device_order,
-                tuple(len(lane[0]) for lane in hope.layout.lanes),
-                hope.microbatches,
-            ): hope.step_s
-            for hope in looker.promising_candidates()
+                candidate.layout.device_order,
+                tuple(len(lane[0]) for lane in candidate.layout.lanes),
+                candidate.microbatches,
+            ): candidate.step_s
+            for candidate in looker.promising_candidates()
         }
         made = looker.run()
         assert len(made) > 1
@@ -260,8 +260,12 @@ def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
         PlannerContext(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, NO_CONSTRAINTS, NOTHING
     )
     assert looker.hidden_shape(4) == (4, 16)
-    hopes = [hope for hope in looker.promising_candidates() if [len(lane[0]) for lane in hope.layout.lanes] == [2, 2]]
-    assert hopes and all(map(looker.build_decisions, hopes))
+    candidates = [
+        candidate
+        for candidate in looker.promising_candidates()
+        if [len(lane[0]) for lane in candidate.layout.lanes] == [2, 2]
+    ]
+    assert candidates and all(map(looker.build_decisions, candidates))
 
 
 def test_the_order_in_which_a_cluster_names_its_hosts_decides_nothing() -> None:
@@ -283,13 +287,17 @@ def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() ->
     looker = GroupSearch(
         PlannerContext(open_model("tiny-gpt2"), plain_spec("2xH100")), job, Constraints(shards=(1, 1)), NOTHING
     )
-    hope = next(hope for hope in looker.promising_candidates() if len(hope.layout.lanes) == hope.microbatches == 1)
-    (ask,) = looker.lane_requests(hope)
+    candidate = next(
+        candidate
+        for candidate in looker.promising_candidates()
+        if len(candidate.layout.lanes) == candidate.microbatches == 1
+    )
+    (ask,) = looker.lane_requests(candidate)
     assert ask is not None
     best = looker.oracle.best_programs(ask)
     assert best is not None
     assert best.cost_s < 0.995 * min(one.cost_s for one in looker.oracle.programs_by_form(ask).values())
-    chosen = looker.build_decisions(hope)
+    chosen = looker.build_decisions(candidate)
     assert chosen is not None
     recipes = looker.context.programs.recipes_in({*chosen.recipes})
     assert {*recipes.values()} == {link.layer_recipe.recipe_text for link in best.links}

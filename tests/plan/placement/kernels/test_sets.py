@@ -15,9 +15,9 @@ from pipefit.plan.placement import chains
 from pipefit.plan.placement.chains import chain_arrays
 from pipefit.plan.placement.kernels.transfer_times import link_ticks
 from pipefit.plan.placement.search import (
+    ANNEALING_BUDGET,
     DEVICES_WAY,
     EXPONENTIAL,
-    FEW_DEVICES,
     SETS_WAY,
     PlacementBudget,
     PlacementSearch,
@@ -118,7 +118,10 @@ def test_where_pipelines_are_no_matter_of_a_boundary_devices_move_one_by_one(mon
 
 def test_few_devices_are_searched_one_by_one() -> None:
     """Five pipelines over ten far regions: over sets half of the seeds ended 7.5 % above the optimum."""
-    for hosts, way in ((FEW_DEVICES, DEVICES_WAY), (FEW_DEVICES + 2, SETS_WAY)):
+    for hosts, way in (
+        (ANNEALING_BUDGET.single_move_devices, DEVICES_WAY),
+        (ANNEALING_BUDGET.single_move_devices + 2, SETS_WAY),
+    ):
         made = candidate(skewed_cluster(hosts), chain(2, hosts // 2), batch=4 * hosts)
         assert PlacementSearch(made.question, made.timeline, compiled=False).way is way
 

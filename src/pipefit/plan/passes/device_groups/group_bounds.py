@@ -18,12 +18,13 @@ from math import fsum
 from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
 from pipefit.cost.work import COMPLETE_STATE, state_share
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import element_count
 from pipefit.optimizers.sharded_state import ShardedState
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.device_groups.group_budget import GROUP_BUDGET
 from pipefit.plan.passes.device_groups.layouts import Devices, GroupLayout
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 
 FILLING = 1 / 3
 """Minimum fraction of a lane's time for a microbatch that the next lane waits: its forward."""

@@ -17,11 +17,12 @@ from math import fsum
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PipefitError, PlanError
 from pipefit.layout import TensorForm
+from pipefit.model.analysis.saved import Recompute
 from pipefit.model.graph import size_value
 from pipefit.optimizers.sharded_state import ShardedState, leanest_state, searched_states, state_choices
 from pipefit.plan.assemble.structure import FormsError
 from pipefit.plan.candidates.queue import SearchCandidate
-from pipefit.plan.candidates.space import RECOMPUTE
+from pipefit.plan.candidates.space import RECOMPUTE_CHOICES
 from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.passes.device_groups.group_bounds import GroupLowerBounds, LaneLoads, step_bound_s, step_guess_s
@@ -35,7 +36,7 @@ from pipefit.plan.passes.search import TIE, LayoutSearch
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.request.decisions import ParallelConfig, check_config
 from pipefit.plan.request.sliceable import document_obstacles
-from pipefit.plan.types import Job, Recompute
+from pipefit.plan.types import Job
 from pipefit.schedule.families import DEFAULT_FAMILY, FAMILIES
 from pipefit.schedule.fit.family import FIT
 from pipefit.shard.synthesize import SynthesizedProgram
@@ -120,13 +121,15 @@ class GroupSearch:
 
     def run(self) -> list[EvaluatedPlan]:
         """Return the plans found, the fastest first, including plans no faster than the known ones."""
-        hopes = sorted(self.promising_candidates(), key=lambda hope: hope.step_s)
-        guessed = sorted(self.search_programs(hopes), key=lambda hope: hope.step_s)
+        candidates = sorted(self.promising_candidates(), key=lambda candidate: candidate.step_s)
+        guessed = sorted(self.search_programs(candidates), key=lambda candidate: candidate.step_s)
         evaluated = self.evaluate_candidates(guessed[: GROUP_BUDGET.layouts])
-        best = {hope.layout: hope for hope in (*(hope for _, hope in evaluated[:1]), *guessed[:1])}.values()
+        best = {
+            candidate.layout: candidate for candidate in (*(candidate for _, candidate in evaluated[:1]), *guessed[:1])
+        }.values()
         network = self.context.network
         evaluated += self.evaluate_candidates(
-            replace(hope, layout=plan) for hope in best for plan in reorder_lanes(network, hope.layout)
+            replace(candidate, layout=plan) for candidate in best for plan in reorder_lanes(network, candidate.layout)
         )
         first = [plan for plan, _ in evaluated[: GROUP_BUDGET.fitted_layouts]]
         ranked = [plan for plan, _ in sorted(evaluated, key=lambda plan: plan[0].rank_key)]
@@ -167,39 +170,42 @@ class GroupSearch:
         counts = [pinned] if pinned else self.divisors
         return [count for count in counts if self.job.batch % (count * layout.replica_count) == 0]
 
-    def search_programs(self, hopes: Sequence[GroupCandidate]) -> Iterator[GroupCandidate]:
+    def search_programs(self, candidates: Sequence[GroupCandidate]) -> Iterator[GroupCandidate]:
         """Yield the candidates that may still win once their programs are known, with the time of 1F1B.
 
         The most promising ones come first, until enough programs were searched.
         """
         is_large = self.context.network.devices > GROUP_BUDGET.exhaustive_devices
         limit = GROUP_BUDGET.programs_on_many if is_large else GROUP_BUDGET.programs
-        for index, hope in enumerate(hopes):
-            self.context.tracker.count_left(len(hopes) - index)
-            lanes, count = len(hope.layout.lanes), hope.microbatches
-            if step_bound_s(self.lane_loads(hope, self.expected_cost_s), lanes, count) >= self.best_s * (1 - TIE):
+        for index, candidate in enumerate(candidates):
+            self.context.tracker.count_left(len(candidates) - index)
+            lanes, count = len(candidate.layout.lanes), candidate.microbatches
+            if step_bound_s(self.lane_loads(candidate, self.expected_cost_s), lanes, count) >= self.best_s * (1 - TIE):
                 continue
             if self.oracle.searched_count >= limit:
                 return
-            if step_bound_s(self.lane_loads(hope, self.least_cost_s), lanes, count) >= self.best_s * (1 - TIE):
+            if step_bound_s(self.lane_loads(candidate, self.least_cost_s), lanes, count) >= self.best_s * (1 - TIE):
                 continue
-            busy = self.lane_loads(hope, self.known_cost_s)
+            busy = self.lane_loads(candidate, self.known_cost_s)
             if step_bound_s(busy, lanes, count) < self.best_s * (1 - TIE):
-                yield replace(hope, step_s=step_guess_s(busy, lanes, count))
+                yield replace(candidate, step_s=step_guess_s(busy, lanes, count))
 
     def lane_loads(
-        self, hope: GroupCandidate, cost_s: Callable[[tuple[Devices, ...], GroupRequest | None, float], float]
+        self, candidate: GroupCandidate, cost_s: Callable[[tuple[Devices, ...], GroupRequest | None, float], float]
     ) -> LaneLoads:
         """Return the load of the lanes for a microbatch; `cost_s` gives a lane's cost from (lane, request, lower
         bound)."""
-        rows = self.job.batch // hope.microbatches // hope.layout.replica_count
+        rows = self.job.batch // candidate.microbatches // candidate.layout.replica_count
         asks = {
             self.floors.lane_key(lane): ask
-            for lane, ask in zip(hope.layout.lanes, self.lane_requests(hope), strict=True)
+            for lane, ask in zip(candidate.layout.lanes, self.lane_requests(candidate), strict=True)
         }
         costs = [
-            (count, cost_s(lane, asks[self.floors.lane_key(lane)], self.floors.group_s(lane, rows, hope.microbatches)))
-            for lane, count in self.floors.distinct_lanes(hope.layout)
+            (
+                count,
+                cost_s(lane, asks[self.floors.lane_key(lane)], self.floors.group_s(lane, rows, candidate.microbatches)),
+            )
+            for lane, count in self.floors.distinct_lanes(candidate.layout)
         ]
         return self.floors.shared_loads(costs)
 
@@ -223,9 +229,9 @@ class GroupSearch:
         best = self.oracle.best_programs(ask)
         return best.cost_s if best is not None else float("inf")
 
-    def lane_requests(self, hope: GroupCandidate) -> list[GroupRequest | None]:
+    def lane_requests(self, candidate: GroupCandidate) -> list[GroupRequest | None]:
         """Return the request for every lane; None for lanes of single devices."""
-        layout, count = hope.layout, hope.microbatches
+        layout, count = candidate.layout, candidate.microbatches
         rows = self.job.batch // count // layout.replica_count
         rates = [1 / self.floors.group_s(lane, rows, count) for lane in layout.lanes]
         return [
@@ -241,34 +247,34 @@ class GroupSearch:
             for lane, rate in zip(layout.lanes, rates, strict=True)
         ]
 
-    def evaluate_candidates(self, hopes: Iterable[GroupCandidate]) -> list[tuple[EvaluatedPlan, GroupCandidate]]:
+    def evaluate_candidates(self, candidates: Iterable[GroupCandidate]) -> list[tuple[EvaluatedPlan, GroupCandidate]]:
         """Return the evaluated candidates, the fastest first, stopping when none can win or the budget is spent."""
         evaluated: list[tuple[EvaluatedPlan, GroupCandidate]] = []
-        for hope in hopes:
+        for candidate in candidates:
             patience = 1 if self.best_s < float("inf") else GROUP_BUDGET.infeasible_factor
             if self.spent > GROUP_BUDGET.simulated_actions * patience:
                 break
-            if hope.step_s > self.best_s * (1 + FITTING_BUDGET.step_slack):
+            if candidate.step_s > self.best_s * (1 + FITTING_BUDGET.step_slack):
                 break
-            new = self.evaluate_candidate(hope)
+            new = self.evaluate_candidate(candidate)
             self.best_s = min((self.best_s, *(plan.step_s for plan in new)))
-            evaluated += [(plan, hope) for plan in new]
+            evaluated += [(plan, candidate) for plan in new]
         return sorted(evaluated, key=lambda plan: plan[0].rank_key)
 
-    def evaluate_candidate(self, hope: GroupCandidate) -> list[EvaluatedPlan]:
+    def evaluate_candidate(self, candidate: GroupCandidate) -> list[EvaluatedPlan]:
         """Cut and simulate a layout, with more recomputation or sharded optimizer state until it fits."""
-        laid = self.build_decisions(hope)
+        laid = self.build_decisions(candidate)
         if laid is None:
             return []
-        for recompute, sharded_state in self.leaner_choices(hope.layout):
+        for recompute, sharded_state in self.leaner_choices(candidate.layout):
             decisions = replace(laid, recompute=recompute, sharded_state=sharded_state)
             known = {id(plan) for plan in self.searcher.fitting}
             self.spent += 3 * decisions.stage_count * decisions.microbatches
-            candidate = SearchCandidate(decisions)
+            lean = SearchCandidate(decisions)
             again: float | None = 0.0
             try:
                 while again is not None and again < self.best_s * (1 + FITTING_BUDGET.step_slack):
-                    again = self.searcher.raise_level(candidate, again)
+                    again = self.searcher.raise_level(lean, again)
             except FormsError:  # the layers at a cut have incompatible forms
                 return []
             new = [plan for plan in self.searcher.fitting if id(plan) not in known]
@@ -278,23 +284,23 @@ class GroupSearch:
 
     def leaner_choices(self, layout: GroupLayout) -> Iterator[tuple[tuple[Recompute, ...], ShardedState]]:
         """Yield choices of recomputation and sharded state, the fastest first."""
-        recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE
+        recomputes = [self.constraints.recompute] if self.constraints.recompute is not None else RECOMPUTE_CHOICES
         states = state_choices(self.constraints.sharded_state, layout.replica_count, self.searched_states)
         for recompute in recomputes:
             if len(recompute) in (1, len(layout.lanes)):
                 yield from ((recompute, state) for state in states)
 
-    def build_decisions(self, hope: GroupCandidate) -> ParallelConfig | None:
+    def build_decisions(self, candidate: GroupCandidate) -> ParallelConfig | None:
         """Return the decisions of a layout, its programs with the cheapest combination of forms; None if there are
         none.
 
         They use no recomputation and no sharded optimizer state.
         """
-        layout, count = hope.layout, hope.microbatches
+        layout, count = candidate.layout, candidate.microbatches
         rows = self.job.batch // count // layout.replica_count
         held: list[LaneForms] = []
         sets: list[Mapping[TensorForm, SynthesizedProgram]] = []
-        for lane, ask in zip(layout.lanes, self.lane_requests(hope), strict=True):
+        for lane, ask in zip(layout.lanes, self.lane_requests(candidate), strict=True):
             if ask is None:
                 held.append(single_device_lane(lane[0][0], self.floors.group_s(lane, rows, count)))
                 sets.append({})
@@ -313,7 +319,7 @@ class GroupSearch:
             return None
         lane_programs = [forms[form] if forms else None for forms, form in zip(sets, chosen, strict=True)]
         if (
-            len(lane_programs) == 1 and (ask := self.lane_requests(hope)[0]) is not None
+            len(lane_programs) == 1 and (ask := self.lane_requests(candidate)[0]) is not None
         ):  # no boundary: every layer uses its best form
             lane_programs = [self.oracle.model_programs(ask)]
         recipes = [self.register_recipes(programs) if programs else "" for programs in lane_programs]

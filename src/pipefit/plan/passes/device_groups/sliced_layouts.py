@@ -16,7 +16,7 @@ from pipefit.plan.passes.reslice import reslice_best
 from pipefit.plan.request.constraints import Constraints
 from pipefit.plan.types import Job
 
-NOTHING = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
+NO_RESULT = SearchResult(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
 
 
 def with_slices(
@@ -36,7 +36,7 @@ def with_slices(
             continue
         layouts.add(plan.decisions.devices)
         fixed = replace(constraints, microbatches=plan.decisions.microbatches, shards=max(_lane_shards(plan), key=sum))
-        again = reslice_best(context, job, fixed, replace(NOTHING, fitting=(plan,)))
+        again = reslice_best(context, job, fixed, replace(NO_RESULT, fitting=(plan,)))
         simulated += again.simulated
         faster += [again.fitting[0]] if again.fitting[0] is not plan else []
     return faster, simulated

@@ -92,16 +92,16 @@ def refresh_sets(
     for slot in (one, other):
         if slot < plan.slots:
             refresh_lane(slot // plan.replicas, links, plan, state)
-    count, hope = touched_edges(one, other, plan, chain), 0
+    count, edges_ticks = touched_edges(one, other, plan, chain), 0
     for i in range(count):
-        hope += edge_ticks(chain.touched_edge[i], plan, state, chain)
+        edges_ticks += edge_ticks(chain.touched_edge[i], plan, state, chain)
     for i in range(count):
-        if value_of(state.counters[LEADING], state) - hope // GAIN >= limit:
+        if value_of(state.counters[LEADING], state) - edges_ticks // GAIN >= limit:
             return
         edge = chain.touched_edge[i]
         rematch_edge(edge, links, plan, state, chain)
         note_edge(edge, links, plan, state, chain)
-        hope -= edge_ticks(edge, plan, state, chain)
+        edges_ticks -= edge_ticks(edge, plan, state, chain)
 
 
 def write_layout(links: HostLinks, plan: PlanTable, state: SearchState, chain: ChainTable) -> None:

@@ -1,7 +1,6 @@
 """Published configurations of others, as models, clusters, jobs and `--fix` options of this planner.
 
-`benchmarks/data/published_configurations.json` holds the facts and their sources. A GPT is planned as a GPT-2 of its
-sizes.
+`data/published_configurations.json` holds the facts and their sources. A GPT is planned as a GPT-2 of its sizes.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipefit.codec import from_data
 from pipefit.plan.types import Job
 from pipefit.precision import Precision
 
-FILE = Path(__file__).resolve().parents[1] / "data" / "published_configurations.json"
+FILE = "published_configurations.json"
 
 ASSUMED_NETWORK: Mapping[str, str] = {
     "A100-80": "1600Gbit/s",
@@ -76,7 +76,7 @@ class PublishedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """One configuration. None stands for what the source does not say."""
+    """One configuration. None stands for a figure that the source does not give."""
 
     name: str
     model: str
@@ -145,10 +145,15 @@ class PublishedFile:
     rows: tuple[PublishedRow, ...] = ()
 
 
+def shipped_text(name: str) -> str:
+    """Return the text of a data file of this package."""
+    return (files("pipefit.validate") / "data" / name).read_text(encoding="utf-8")
+
+
 @lru_cache(maxsize=1)
 def read_published() -> PublishedFile:
     """Return the published configurations. Raises FormatError for a field of the wrong type."""
-    return from_data(PublishedFile, json.loads(FILE.read_text(encoding="utf-8")), FILE.name)
+    return from_data(PublishedFile, json.loads(shipped_text(FILE)), FILE)
 
 
 def constraint_texts(row: PublishedRow) -> tuple[str, ...]:
@@ -170,16 +175,6 @@ def constraint_texts(row: PublishedRow) -> tuple[str, ...]:
         texts.append(f"sp={str(row.sp).lower()}")
     named = {"schedule": row.schedule, "mbs": row.mbs, "zero": row.zero, "recompute": row.recompute}
     return (*texts, *(f"{key}={value}" for key, value in named.items() if value is not None))
-
-
-def approximations(row: PublishedRow, file: PublishedFile) -> tuple[str, ...]:
-    """Return the differences between a row and its request."""
-    notes = []
-    if row.precision not in ("bfloat16", "float16", "float8"):
-        notes.append(f"{row.precision} as {'float8' if row.precision in FLOAT8 else 'bfloat16'}")
-    if row.hosts > 1 and row.network is None:
-        notes.append(f"network of {network_of(row)} a host assumed")
-    return tuple(notes)
 
 
 def network_of(row: PublishedRow) -> str:

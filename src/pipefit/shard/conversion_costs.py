@@ -8,21 +8,23 @@ from dataclasses import replace
 from math import fsum
 
 from pipefit.cost.comm.lowerings import LoweredCollective
-from pipefit.cost.compute.shard_exchanges import BACKWARD
+from pipefit.cost.compute.shard_exchanges import BACKWARD_COLLECTIVE
 from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.model.graph import Shape, element_count
 from pipefit.shard import frontier
 from pipefit.shard.setting import ShardSetting
 from pipefit.shard.template import WHOLE_CUT, ConversionCost, Line
 
-Tolls = Mapping[tuple[int, int], ConversionCost]
+ConversionCosts = Mapping[tuple[int, int], ConversionCost]
 """(source form, target form) -> the price of the conversion."""
 
 Cuts = Sequence[int | None]
 """The units of every dimension; None if it cannot be split."""
 
 
-def price_conversions(setting: ShardSetting, shape: Shape, cuts: Cuts, kept_bytes: float, activation: bool) -> Tolls:
+def price_conversions(
+    setting: ShardSetting, shape: Shape, cuts: Cuts, kept_bytes: float, activation: bool
+) -> ConversionCosts:
     """Return the prices of all conversions of a value of which `kept_bytes` stay.
 
     A value that is not an activation is only sliced.
@@ -30,24 +32,28 @@ def price_conversions(setting: ShardSetting, shape: Shape, cuts: Cuts, kept_byte
     able = {dim: cut for dim, cut in enumerate(cuts) if cut is not None}
     size = float(element_count(shape, setting.symbol_sizes) * COMPUTE_BYTES[setting.precision])
     slow = max(2 * size / kind.memory_bandwidth_bytes_per_s + 2 * kind.overhead_s for kind in setting.kinds)
-    tolls: dict[tuple[int, int], ConversionCost] = {}
+    conversions: dict[tuple[int, int], ConversionCost] = {}
     for dim, cut in able.items():
         along = frontier.form_number_along(dim)
-        tolls[frontier.WHOLE, along] = ConversionCost((slow, 0.0), cut, meets=False, held=(0.0, kept_bytes))
+        conversions[frontier.REPLICATED, along] = ConversionCost((slow, 0.0), cut, meets=False, held=(0.0, kept_bytes))
         if activation:
-            tolls[along, frontier.WHOLE] = _price_collective(setting, "all_gather", size, cut, (kept_bytes, 0.0))
-            tolls[frontier.PARTIAL, along] = _price_collective(setting, "reduce_scatter", size, cut, (0.0, kept_bytes))
+            conversions[along, frontier.REPLICATED] = _price_collective(
+                setting, "all_gather", size, cut, (kept_bytes, 0.0)
+            )
+            conversions[frontier.PARTIAL, along] = _price_collective(
+                setting, "reduce_scatter", size, cut, (0.0, kept_bytes)
+            )
     if activation and setting.lowered is not None:
         for (old, earlier), (new, cut) in itertools.permutations(able.items(), 2):
-            toll = _price_collective(setting, "all_to_all", size, cut, (0.0, kept_bytes), earlier)
-            tolls[frontier.form_number_along(old), frontier.form_number_along(new)] = toll
+            conversion = _price_collective(setting, "all_to_all", size, cut, (0.0, kept_bytes), earlier)
+            conversions[frontier.form_number_along(old), frontier.form_number_along(new)] = conversion
     if activation:
         seconds = _round_trip_s(setting, "all_reduce", size)
-        tolls[frontier.PARTIAL, frontier.WHOLE] = ConversionCost((seconds, 0.0), held=(kept_bytes, 0.0))
-    return tolls
+        conversions[frontier.PARTIAL, frontier.REPLICATED] = ConversionCost((seconds, 0.0), held=(kept_bytes, 0.0))
+    return conversions
 
 
-def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable: bool, often: int) -> Tolls:
+def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable: bool, often: int) -> ConversionCosts:
     """Return the prices of gathering a sharded parameter and reducing its gradient.
 
     `often` is the number of gathers per microbatch; 0: the gathered parameter is kept.
@@ -71,7 +77,7 @@ def price_unshardings(setting: ShardSetting, shape: Shape, cuts: Cuts, trainable
     line = (0.0, 0.0) if lowered else (2 * unsharding_s(1.0) - unsharding_s(2.0), unsharding_s(2.0) - unsharding_s(1.0))
     ahead, back = lowered_options("all_gather"), lowered_options("reduce_scatter")
     return {
-        (frontier.form_number_along(dim), frontier.WHOLE): ConversionCost(
+        (frontier.form_number_along(dim), frontier.REPLICATED): ConversionCost(
             line, cut, passing=max(sizes.values()), ahead=ahead, back=back
         )
         for dim, cut in enumerate(cuts)
@@ -87,9 +93,9 @@ def _price_collective(
         once_s, twice_s = _round_trip_s(setting, kind, size), _round_trip_s(setting, kind, 2 * size)
         # padded: a line in n x the largest fraction
         return ConversionCost((2 * once_s - twice_s, twice_s - once_s), cut, held=held)
-    ahead, back = setting.lowered(kind, size), setting.lowered(BACKWARD[kind], size)
+    ahead, back = setting.lowered(kind, size), setting.lowered(BACKWARD_COLLECTIVE[kind], size)
     return ConversionCost((0.0, 0.0), cut, held=held, ahead=ahead, back=back, earlier=earlier)
 
 
 def _round_trip_s(setting: ShardSetting, kind: str, size: float) -> float:
-    return setting.collective(kind, size) + setting.collective(BACKWARD[kind], size)
+    return setting.collective(kind, size) + setting.collective(BACKWARD_COLLECTIVE[kind], size)
