@@ -121,9 +121,11 @@ class PublishedRow:
 
     @property
     def job(self) -> Job:
-        """The job in FP8 or bfloat16. bfloat16 stands for float16, which is as wide and as fast."""
+        """The job in FP8, float16 or bfloat16."""
         narrow = self.gradients == "bfloat16"
         precision: Precision = "bfloat16-gradients" if narrow else "bfloat16"
+        if self.precision == "float16":
+            precision = "float16"
         if self.precision in FLOAT8:
             precision = "fp8-bfloat16-gradients" if narrow else "fp8"
         return Job(batch=self.batch, sequence=self.sequence, precision=precision)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.errors import RunError
+from pipefit.precision import Precision
 
 FIRST_SCALE = 65536.0
 GROWTH_STEPS = 2000
@@ -53,3 +54,8 @@ class LossScale:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the state of a checkpoint."""
         self.scale, self.finite_steps = float(state["scale"]), int(state["finite_steps"])
+
+
+def make_loss_scale(precision: Precision) -> LossScale | None:
+    """Return the first scale of a run in this precision; None without one."""
+    return LossScale() if precision == "float16" else None

@@ -38,7 +38,7 @@ from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.wiring import channel_pairs
 from pipefit.run.update.buckets import BucketEntry, make_buckets
-from pipefit.run.update.loss_scale import LossScale
+from pipefit.run.update.loss_scale import make_loss_scale
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.update.reduce import GradientReducer
 from pipefit.run.update.state_devices import state_devices, state_process_groups
@@ -146,7 +146,7 @@ def build_worker(
         master_dtype=master_dtype,
         loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss_output],
         frozen=frozen,
-        loss_scale=LossScale() if plan.job.precision == "float16" else None,
+        loss_scale=make_loss_scale(plan.job.precision),
     )
     return Worker(plan, setup)
 
