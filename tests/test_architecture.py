@@ -32,6 +32,7 @@ TORCH_AT_IMPORT = (
     "run/",
     "profile/",
     "testing/operator",
+    "testing/optimizers",
     "model/families/common",
     "model/families/finish",
     "model/families/leaf",

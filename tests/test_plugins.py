@@ -13,8 +13,9 @@ import pytest
 from tests.support.plugin_package import ROOT, installed, package_environment, page_examples, write_package
 
 from pipefit.errors import PipefitError, PluginError
+from pipefit.export import find_exporters
 from pipefit.plan.placement.moves import MOVES
-from pipefit.plugins import NamedRegistry, load_plugins
+from pipefit.plugins import NamedRegistry, call_plugin, load_plugins
 
 __all__ = ["installed"]
 
@@ -49,6 +50,11 @@ def test_a_wrong_switch_names_the_allowed_values(monkeypatch, installed) -> None
         ("import no_such_module\n", "toy_bad", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def register():\n    raise KeyError('x')\n", "toy_bad:register", "KeyError: 'x'"),
         ("", "toy_bad:missing", "AttributeError: module 'toy_bad' has no attribute 'missing'"),
+        (
+            "register = ['x']\n",
+            "toy_bad:register",
+            "TypeError: the entry point is list, neither a module nor a function",
+        ),
         ("", "toy_gone", "ModuleNotFoundError: No module named 'toy_gone'"),
     ],
 )
@@ -92,6 +98,48 @@ def test_metadata_is_not_asked_without_plugins() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, env=package_environment(), timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+EXPORTER = """
+from pipefit.errors import PlanError
+from pipefit.export import PlanExporter, register_exporter
+
+def write(source):
+    return {'length': 1}['width']
+
+def count(source):
+    return 5
+
+def refuse(source):
+    raise PlanError("This target takes one lane.")
+
+for function in (write, count, refuse):
+    register_exporter(PlanExporter(name=f"toy-{function.__name__}", summary="toy", suffix=".toy", write=function))
+"""
+
+
+def test_a_call_that_fails_names_the_plugin_its_package_and_the_line(tmp_path: Path, installed, pipefit) -> None:
+    site = write_package(tmp_path / "site", {"toy_export.py": EXPORTER}, "toy_export", "walk-ext")
+    installed(site, find_exporters())
+    plan = tmp_path / "plan.json"
+    words = ("--batch", "16", "--seq", "128", "--fix", "stages=2", "-o", str(plan))
+    assert pipefit("plan", "--model", "tiny", "--cluster", "2xH100", *words)[0] == 0
+    code, _, err = pipefit("export", str(plan), "--to", "toy-write")
+    assert code == 2 and err == (
+        "pipefit: The exporter 'toy-write' of walk-ext failed.\n"
+        f"  where: toy_export.write, {site / 'toy_export.py'}, line 6\n  seen: KeyError: 'width'\n"
+        "  try: mend it, or go on without plug-ins: PIPEFIT_PLUGINS=off\n"
+    )
+    code, _, err = pipefit("export", str(plan), "--to", "toy-count")
+    assert code == 2 and "The exporter 'toy-count' of walk-ext returned a value of a wrong type." in err
+    assert "where: toy_export.count" in err and "seen: int: 5" in err and "allowed: str" in err
+    code, _, err = pipefit("export", str(plan), "--to", "toy-refuse")
+    assert (code, err) == (2, "pipefit: This target takes one lane.\n"), "its own message stays"
+
+
+def test_faults_of_pipefit_keep_their_traceback() -> None:
+    with pytest.raises(AttributeError):
+        call_plugin("exporter 'torch-csv'", find_exporters()["torch-csv"].write, None)
 
 
 def test_two_entries_of_one_name_are_refused() -> None:

@@ -95,7 +95,7 @@ class RunError(PipefitError):
 
 
 class PluginError(PipefitError):
-    """A plug-in of another package that cannot be loaded."""
+    """A plug-in of another package that cannot be loaded, or fails in a call."""
 
 
 class LabError(PipefitError):

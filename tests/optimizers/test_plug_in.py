@@ -157,4 +157,4 @@ def test_it_trains(named: dict[str, Any]) -> None:
 
 
 def test_the_how_to_is_one_page() -> None:
-    assert len(HOW_TO.read_text(encoding="utf-8").split()) <= 400
+    assert len(HOW_TO.read_text(encoding="utf-8").split()) <= 500, "with its two examples"

@@ -12,6 +12,7 @@ from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.errors import PipefitError
 from pipefit.plugins import load_plugins
+from pipefit.show.compare import as_data, compare_entries, compare_table
 from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, register_report_column
 from pipefit.show.page import render_report
 from pipefit.show.record import read_run
@@ -49,6 +50,32 @@ def test_a_column_of_a_package_stands_in_text_and_html(tmp_path: Path, installed
     assert tile[2] == f"predicted <b>{100 * predicted:.3g} cents</b> (−20.0 %)"
     titles = re.findall(r"<dt>([^<]*)</dt><dd class=\"big\">", html)
     assert titles[:5] == ["Step time", "Tokens per second", "Peak memory of a device", "Price of a step", "Idle share"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "format_value", "fault"),
+    [
+        (lambda plan, record: {}["price"], str, "KeyError: 'price'"),
+        (lambda plan, record: 3.0, str, "allowed: FigurePair"),
+        (lambda plan, record: FigurePair(predicted=1.0), lambda value: value, "allowed: str"),
+        (lambda plan, record: FigurePair(predicted=1.0), lambda: "", "TypeError"),
+    ],
+)
+def test_a_column_that_fails_is_left_out_with_a_warning(tmp_path: Path, installed, figure, format_value, fault) -> None:
+    plan, cluster = toy_plan(stages=2, microbatches=4, replicas=(1, 1))
+    write_toy_run(tmp_path / "run", plan, cluster)
+    record = read_run(tmp_path / "run")
+    before = compare_table(compare_entries([(tmp_path, plan, record)]))
+    installed(tmp_path, COLUMNS)
+    load_plugins()
+    register_report_column(
+        ReportColumn(name="price", heading="price", title="Price", figure=figure, format_value=format_value)
+    )
+    with pytest.warns(UserWarning, match=f"(?s)a column is left out. The report column 'price' .*{fault}"):
+        entries = compare_entries([(tmp_path, plan, record)])
+    assert compare_table(entries) == before and "price" not in as_data(entries[0])
+    with pytest.warns(UserWarning, match="a column is left out"):
+        assert "Price" not in render_report(make_subject(plan, toy_model(9), cluster, record))
 
 
 def test_text_of_a_column_is_escaped(tmp_path: Path, installed) -> None:

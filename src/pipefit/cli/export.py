@@ -36,7 +36,7 @@ class ExportOptions:
 def command(options: ExportOptions) -> None:
     """Write PLAN for another tool."""
     from pipefit.codec import write_file
-    from pipefit.export import ExportSource, find_exporter, find_exporters
+    from pipefit.export import ExportSource, export_text, find_exporter, find_exporters
 
     if options.listed:
         for exporter in find_exporters().values():
@@ -45,7 +45,7 @@ def command(options: ExportOptions) -> None:
     if options.path is None:
         raise PipefitError("Name the plan to export.", where="pipefit export", allowed="a plan file or RUN_DIR")
     exporter = find_exporter(options.target)
-    text = exporter.write(ExportSource(options.path, options.cluster, options.model))
+    text = export_text(exporter, ExportSource(options.path, options.cluster, options.model))
     chosen = options.output or options.path.with_suffix(exporter.suffix)
     write_file(chosen, text, "export")
     print(f"{exporter.name} written to {chosen}")

@@ -9,9 +9,9 @@ from functools import cache
 
 from pipefit.errors import PipefitError, suggest_name
 from pipefit.export.base import ExportSource, PlanExporter
-from pipefit.plugins import NamedRegistry
+from pipefit.plugins import NamedRegistry, call_plugin
 
-__all__ = ["ExportSource", "PlanExporter", "find_exporter", "find_exporters", "register_exporter"]
+__all__ = ["ExportSource", "PlanExporter", "export_text", "find_exporter", "find_exporters", "register_exporter"]
 
 
 @cache
@@ -43,3 +43,9 @@ def find_exporter(name: str) -> PlanExporter:
             next_step=suggest_name(name, known),
         )
     return known[name]
+
+
+def export_text(exporter: PlanExporter, source: ExportSource) -> str:
+    """Return the text of the file. Raises PipefitError for a plan that the target cannot express, and PluginError if
+    the exporter of a plug-in fails or returns no text."""
+    return call_plugin(find_exporters().describe_entry(exporter.name), exporter.write, source, returns=str)

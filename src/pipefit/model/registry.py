@@ -15,7 +15,7 @@ from typing import Any
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, suggest_name
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
-from pipefit.model.families import FAMILIES, family_of_type
+from pipefit.model.families import FAMILIES, family_of_type, read_family_config
 from pipefit.model.families.build import USER, build_layers, typed_config
 from pipefit.model.graph import Model
 
@@ -86,7 +86,7 @@ def describe_config(config: Mapping[str, Any], name: str, where: str) -> ModelDe
     model_type = config.get("model_type")
     family = family_of_type(model_type)
     if family is not None:
-        return ModelDescription(name, family.name, family.read(config, where).to_config())
+        return ModelDescription(name, family.name, read_family_config(family, config, where).to_config())
     known = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
     raise ModelError(
         "The model type is not known." if model_type else "The configuration lacks the field 'model_type'.",

@@ -10,7 +10,7 @@ from typing import Any
 from pipefit.errors import PlanError
 from pipefit.plan.explain.text import TextTable
 from pipefit.plan.types import Plan
-from pipefit.show.figures import COLUMNS, FigurePair, figures_of
+from pipefit.show.figures import COLUMNS, FigurePair, ReportColumn, figures_of
 from pipefit.show.record import RunRecord
 
 
@@ -51,30 +51,36 @@ def as_data(entry: ComparedEntry) -> Mapping[str, Any]:
 
 def compare_table(entries: Sequence[ComparedEntry]) -> TextTable:
     """Return a table with a row per prediction, followed by a row of measurements and a row of prediction errors."""
+    shown = [column for name, column in COLUMNS.items() if any(name in entry.figures for entry in entries)]
     varied = [key for key in entries[0].plan.decisions if len({e.plan.decisions.get(key, "") for e in entries}) > 1]
     rows = []
     for entry in entries:
         choices = [entry.plan.decisions.get(key, "") for key in varied]
-        rows.append((entry.path, *choices, "predicted", *_figure_cells(entry.figures, lambda pair: pair.predicted)))
+        predicted = _figure_cells(shown, entry.figures, lambda pair: pair.predicted)
+        rows.append((entry.path, *choices, "predicted", *predicted))
         if entry.has_run:
             blank = [""] * (1 + len(varied))
-            rows.append((*blank, "measured", *_figure_cells(entry.figures, lambda pair: pair.measured)))
-            rows.append((*blank, "error", *_error_cells(entry.figures)))
+            rows.append((*blank, "measured", *_figure_cells(shown, entry.figures, lambda pair: pair.measured)))
+            rows.append((*blank, "error", *_error_cells(shown, entry.figures)))
     job = entries[0].plan.job
     return TextTable(
         title=f"{entries[0].plan.model.name}, batch {job.batch} x {job.sequence} tokens",
-        columns=("plan", *varied, "", *(column.heading for column in COLUMNS.values())),
+        columns=("plan", *varied, "", *(column.heading for column in shown)),
         rows=tuple(rows),
     )
 
 
-def _figure_cells(figures: Mapping[str, FigurePair], choose_value: Callable[[FigurePair], float | None]) -> list[str]:
-    values = [(choose_value(figures[name]), column.format_value) for name, column in COLUMNS.items()]
+def _figure_cells(
+    shown: Sequence[ReportColumn],
+    figures: Mapping[str, FigurePair],
+    choose_value: Callable[[FigurePair], float | None],
+) -> list[str]:
+    values = [(choose_value(figures.get(column.name, FigurePair())), column.format_value) for column in shown]
     return ["-" if value is None else form(value) for value, form in values]
 
 
-def _error_cells(figures: Mapping[str, FigurePair]) -> list[str]:
-    return [_error_cell(figures[name], column.is_share) for name, column in COLUMNS.items()]
+def _error_cells(shown: Sequence[ReportColumn], figures: Mapping[str, FigurePair]) -> list[str]:
+    return [_error_cell(figures.get(column.name, FigurePair()), column.is_share) for column in shown]
 
 
 def _error_cell(pair: FigurePair, is_share: bool) -> str:

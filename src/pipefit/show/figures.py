@@ -6,12 +6,13 @@ Each figure is one function and one entry of `COLUMNS`; a plug-in calls `registe
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipefit.errors import PlanError
+from pipefit.errors import PlanError, PluginError
 from pipefit.plan.types import Plan, PlanPrediction
-from pipefit.plugins import NamedRegistry
+from pipefit.plugins import NamedRegistry, call_plugin
 from pipefit.show.breakdown import measured_breakdown
 from pipefit.show.record import RunRecord
 from pipefit.units import format_bytes, format_count, format_seconds
@@ -55,14 +56,32 @@ def register_report_column(column: ReportColumn) -> ReportColumn:
 
 
 def figures_of(plan: Plan, record: RunRecord | None) -> dict[str, FigurePair]:
-    """Return the figure of each column by name. Raises PlanError for a plan without prediction."""
+    """Return the figure of each column by name. A column of a plug-in that fails is left out, with a warning.
+
+    Raises PlanError for a plan without prediction.
+    """
     if plan.prediction is None:
         raise PlanError(
             "The plan has no prediction.",
             where=f"plan {plan.content_hash}",
             next_step="fill it in: pipefit simulate, or make the plan with pipefit plan",
         )
-    return {name: column.figure(plan, record) for name, column in COLUMNS.items()}
+    pairs = {name: _column_figure(column, plan, record) for name, column in COLUMNS.items()}
+    return {name: pair for name, pair in pairs.items() if pair is not None}
+
+
+def _column_figure(column: ReportColumn, plan: Plan, record: RunRecord | None) -> FigurePair | None:
+    """Return the figure, with texts that can be formatted. Returns None and warns if a column of a plug-in fails."""
+    subject = COLUMNS.describe_entry(column.name)
+    try:
+        pair = call_plugin(subject, column.figure, plan, record, returns=FigurePair)
+        for value in (pair.predicted, pair.measured):
+            if value is not None:
+                call_plugin(subject, column.format_value, value, returns=str)
+    except PluginError as error:
+        warnings.warn(f"a column is left out. {error.full_text()}", stacklevel=3)
+        return None
+    return pair
 
 
 def _step_figure(plan: Plan, record: RunRecord | None) -> FigurePair:

@@ -60,7 +60,8 @@ def headline_tiles(
     figures: Mapping[str, FigurePair], record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()
 ) -> str:
     """Return the headline figures, measured and predicted; without a run, the prediction alone."""
-    shown = sorted((column for column in COLUMNS.values() if column.title), key=lambda column: column.is_share)
+    titled = (column for column in COLUMNS.values() if column.title and column.name in figures)
+    shown = sorted(titled, key=lambda column: column.is_share)
     entries = [
         *(_figure_tile(column, figures[column.name]) for column in shown),
         *(plain_tile(*entry) for entry in extra),

@@ -6,6 +6,7 @@ of operators need torch: import them from `pipefit.testing.operators`.
 
 from pipefit.testing.schedules import (
     check_family_facts,
+    check_family_fields,
     check_family_graphs,
     check_family_orders,
     check_family_placements,
@@ -17,6 +18,7 @@ from pipefit.testing.schedules import (
 
 __all__ = [
     "check_family_facts",
+    "check_family_fields",
     "check_family_graphs",
     "check_family_orders",
     "check_family_placements",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import ModelError
+from pipefit.model.families.common import OperatorModule
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, TensorSpec
-from pipefit.model.ops import KINDS
+from pipefit.model.ops import KINDS, OperatorKind
 from pipefit.shard.rules import OperatorLabels, labels_of
 
 ROWS, TOKENS = 2, 6
@@ -43,6 +44,8 @@ class OperatorExample:
     "Inputs -> their numbers, where random ones are not allowed."
     positive: bool = False
     "Whether floating-point inputs are 0.5 or more."
+    module: OperatorModule | None = None
+    "The module that layers use, if it is to be checked. Its parameters get the values of the example."
 
     @property
     def id(self) -> str:
@@ -50,8 +53,8 @@ class OperatorExample:
         plain = [f"{name}={value}" for name, value in self.attributes.items() if not isinstance(value, (list, Mapping))]
         return "-".join([self.kind, *plain])
 
-    def make_graph(self) -> Graph:
-        """Return a layer with this operator alone. Raises ModelError for a kind that is not registered."""
+    def find_kind(self) -> OperatorKind:
+        """Return the kind. Raises ModelError if it is not registered."""
         if self.kind not in KINDS:
             raise ModelError(
                 "The operator kind is not registered.",
@@ -59,7 +62,11 @@ class OperatorExample:
                 seen=repr(self.kind),
                 next_step="import the module that calls register_operator, or call pipefit.plugins.load_plugins()",
             )
-        (shape,) = KINDS[self.kind].shapes(tuple(self.inputs.values()), self.attributes)
+        return KINDS[self.kind]
+
+    def make_graph(self) -> Graph:
+        """Return a layer with this operator alone. Raises ModelError for a kind that is not registered."""
+        (shape,) = self.find_kind().shapes(tuple(self.inputs.values()), self.attributes)
         values = [
             TensorSpec(
                 name=name,

@@ -106,6 +106,20 @@ def _make_record(positions: Tensor | None) -> SavedForward:
     return record
 
 
+def execute_unsplit(example: OperatorExample, attributes: Mapping[str, Any]) -> tuple[dict[str, Tensor | None], Tensor]:
+    """Return the leaves and the result of the operator with these attributes, on one device."""
+    operator, labelled, outputs = example.find_labels()
+    return _execute_part(
+        example,
+        _DeviceCall(
+            operator=replace(operator, attributes=attributes),
+            labelled=labelled,
+            values=example.draw_values(),
+            shape=outputs[0],
+        ),
+    )
+
+
 class _UnsplitRun:
     """The operator on one device: the values that the parts must make."""
 

@@ -17,6 +17,7 @@ from pipefit.model.ops import OperatorKind, register_operator
 from pipefit.model.ops.table import remove_operator
 from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.stage_inputs import StageInputs
+from pipefit.testing.labelled import call_labelled, require
 from pipefit.testing.operator_example import (
     INTEGER_ROLES,
     ROWS,
@@ -25,14 +26,18 @@ from pipefit.testing.operator_example import (
     as_leaves,
     draw_output_gradient,
 )
+from pipefit.testing.operator_facts import check_operator_facts, check_operator_module, check_operator_types
 from pipefit.testing.operator_splits import check_operator_split, check_operator_sums
 
 __all__ = [
     "OperatorExample",
     "check_operator",
+    "check_operator_facts",
     "check_operator_gradients",
+    "check_operator_module",
     "check_operator_split",
     "check_operator_sums",
+    "check_operator_types",
     "temporary_operator",
 ]
 
@@ -54,6 +59,9 @@ def temporary_operator(kind: OperatorKind, *, rule: Callable[..., Any], builder:
 
 def check_operator(example: OperatorExample) -> None:
     """Raise AssertionError if an operator violates a check of this module. The operator must be registered."""
+    check_operator_types(example)
+    check_operator_facts(example)
+    check_operator_module(example)
     for mode in ("B", "IW"):
         for recompute in ("none", "selective"):
             check_operator_gradients(example, mode, recompute)
@@ -112,7 +120,8 @@ def _run_stage(example: OperatorExample, mode: Mode, recompute: CheckedRecompute
 
 def _run_reference(example: OperatorExample) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = as_leaves(example.draw_values())
-    result = example.reference(*leaves.values())
+    result = call_labelled(f"{example.id}: reference", example.reference, *leaves.values())
+    require(isinstance(result, Tensor), f"{example.id}: the reference returns {type(result).__name__}, not a tensor")
     result.backward(draw_output_gradient(result.shape))
     gradients = {}
     for name, leaf in leaves.items():

@@ -11,7 +11,7 @@ from pipefit.cluster import load_cluster, open_cluster, parse_spec
 from pipefit.cluster.files import check_cluster
 from pipefit.cluster.readers import ClusterReader, find_readers, register_reader
 from pipefit.cluster.readers.reader import ReaderOptions, cluster_of_hosts
-from pipefit.errors import ClusterError, PipefitError
+from pipefit.errors import ClusterError, PipefitError, PluginError
 from pipefit.plan.check.rules import load_plan
 from pipefit.plugins import load_plugins
 
@@ -60,7 +60,38 @@ def test_a_file_that_lacks_facts_leads_to_profile(inventory: Path) -> None:
     inventory.write_text("north 2 H100\nsouth 2 H100\n", encoding="utf-8")
     with pytest.raises(ClusterError) as error:
         open_cluster(f"toy-inventory:{inventory}")
-    assert f"try: pipefit profile --from toy-inventory {inventory} --devices 8xH100 --network" in str(error.value)
+    command = f"pipefit profile --from toy-inventory {inventory} --network 200Gbit/s -o cluster.json"
+    assert f"try: {command}" in str(error.value), "the file holds the devices"
+
+
+def test_a_file_without_devices_leads_to_those_alone(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("north slots=4\n", encoding="utf-8")
+    with pytest.raises(ClusterError, match=r"hosts --devices H100 -o cluster.json"):
+        open_cluster(f"hostfile:{tmp_path / 'hosts'}")
+    (tmp_path / "hosts").write_text("north\nsouth\n", encoding="utf-8")
+    with pytest.raises(ClusterError, match=r"hosts --devices 8xH100 --network 200Gbit/s -o cluster.json"):
+        open_cluster(f"hostfile:{tmp_path / 'hosts'}")
+
+
+def test_a_reader_of_a_similar_name_is_suggested(pipefit) -> None:
+    words = ("--batch", "16", "--seq", "128")
+    code, _, err = pipefit("plan", "--model", "tiny", "--cluster", "hostfil:machines", *words)
+    assert code == 2 and "No reader has this name." in err and "try: did you mean 'hostfile'?" in err
+    assert "allowed: NAME:FILE for the readers hostfile, " in err
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda inputs, options: {}["host"], "(?s)The cluster reader 'toy' failed.*line .*KeyError: 'host'"),
+        (lambda inputs, options: None, "(?s)The cluster reader 'toy' returned a value of a wrong.*allowed: Cluster"),
+    ],
+)
+def test_a_reader_that_fails_is_named(tmp_path: Path, installed, read, message: str) -> None:
+    installed(tmp_path, find_readers())
+    register_reader(ClusterReader(name="toy", summary="toy", takes="text", literal=True, read=read))
+    with pytest.raises(PluginError, match=message):
+        open_cluster("toy:machines")
 
 
 def test_a_count_that_is_no_number_is_named() -> None:

@@ -345,15 +345,18 @@ def test_no_layers_are_refused() -> None:
 
 def test_a_user_file_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from torch import nn\n"
+        "from torch import nn\nfrom pipefit.model.families.common import TokenLoss\n"
         "class Embed(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n        self.table = nn.Embedding(9, 8)\n"
         "    def forward(self, tokens):\n        return self.table(tokens)\n"
-        "def layers():\n    return [Embed(), nn.Linear(8, 8)]\n"
+        "def layers():\n    return [Embed(), nn.Linear(8, 8), TokenLoss()]\n"
+        "def without_loss():\n    return [Embed(), nn.Linear(8, 8)]\n"
     )
     model = open_model(f"{tmp_path / 'mine.py'}:layers")
     assert model.family == "user"
-    assert [layer.name for layer in model.layers] == ["layers.0", "layers.1"]
+    assert [layer.name for layer in model.layers] == ["layers.0", "layers.1", "layers.2"]
+    with pytest.raises(ModelError, match=r"(?s)The model has no loss.*last layer, layers.1.*TokenLoss"):
+        open_model(f"{tmp_path / 'mine.py'}:without_loss")
     with pytest.raises(ModelError, match="no such function") as error:
         open_model(f"{tmp_path / 'mine.py'}:model")
     assert "layers" in str(error.value)

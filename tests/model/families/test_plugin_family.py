@@ -14,10 +14,14 @@ from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
 from tests.support.plugin_package import installed, package_environment, page_examples, write_package
 
-from pipefit.errors import ModelError, PipefitError
-from pipefit.model.families import FAMILIES, ModelFamily, register_model_family
+from pipefit.errors import ModelError, PipefitError, PluginError
+from pipefit.model.families import FAMILIES, InitialValue, ModelFamily, register_model_family
+from pipefit.model.families.build import build_layers
+from pipefit.model.families.finish import finish_layers
+from pipefit.model.registry import open_model
 from pipefit.plan.check.rules import load_plan
 from pipefit.plugins import load_plugins
+from pipefit.run.stage.initial_values import family_initials, initial_values, parameter_deviation, parameter_kinds
 
 __all__ = ["installed"]
 
@@ -119,11 +123,92 @@ def test_a_model_type_or_name_of_another_family_is_refused(installed, tmp_path: 
         register_model_family(ModelFamily(name="gpt2", model_types=("toy",), read=read, builder=builder))
 
 
+def test_training_starts_with_the_initial_values_of_the_config(toy_site: Path, installed, monkeypatch) -> None:
+    installed(toy_site, FAMILIES)
+    load_plugins()
+    monkeypatch.setitem(plans.CONFIGS, "toy", CONFIG)
+    plans.model.cache_clear()
+    plan = plans.plan("toy")
+    value = initial_values(plan, plans.model("toy"))
+    assert not value("layers.0.up.bias", (64,), ((0, 64),)).any()
+    assert 0.15 < float(value("layers.0.up.weight", (64, 16), ((0, 64), (0, 16))).std()) < 0.25
+    read = FAMILIES["toy-mlp"].read
+    monkeypatch.setattr(type(read(CONFIG, "")), "initial", lambda config, name: InitialValue("ones"))
+    assert bool((initial_values(plan, plans.model("toy"))("head.out.weight", (256, 16), ((0, 2), (0, 2))) == 1).all())
+    monkeypatch.setattr(type(read(CONFIG, "")), "initial", lambda config, name: {}["bias"])
+    with pytest.raises(PluginError, match=r"(?s)The model family 'toy-mlp' of toy failed.*KeyError: 'bias'"):
+        initial_values(plan, plans.model("toy"))
+    monkeypatch.setattr(type(read(CONFIG, "")), "initial", lambda config, name: "zeros")
+    with pytest.raises(PluginError, match=r"(?s)'toy-mlp' of toy returned a value of a wrong type.*InitialValue"):
+        initial_values(plan, plans.model("toy"))
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3"])
+def test_a_built_in_configuration_states_what_the_roles_in_its_graphs_are(name: str) -> None:
+    model = open_model(name)
+    kinds, initials = parameter_kinds(model), family_initials(model)
+    stds = {name: parameter_deviation(model, name) if kinds[name] == "normal" else 0.0 for name in kinds}
+    assert initials == {name: InitialValue(kind, stds[name]) for name, kind in kinds.items()}
+
+
+def test_an_unknown_kind_of_initial_value_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"(?s)initial value of a parameter is wrong.*'one'.*normal, ones, zeros"):
+        InitialValue("one")  # type: ignore[arg-type]
+
+
+BROKEN = {
+    "no builder module": ("toy_mlp.layers", "toy_mlp.missing", "No module named 'toy_mlp.missing'"),
+    "no build": ("def build(config)", "def make(config)", "no attribute 'build'"),
+    "a failing build": ("blocks = [", "blocks = config.missing = [", "layers.py, line"),
+    "no list": ("    return [\n", "    return len([])\n    [\n", "allowed: list or tuple"),
+    "no modules": ("    return [\n", "    return [\n        None,\n", "layer 0"),
+    "a failing read": ("fields = ConfigFields(config, where)", "fields = config['missing']", "KeyError: 'missing'"),
+    "another configuration": ("return ToyConfig(", "return dict(", "dict without to_config, stored_tensors, initial"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_family_that_fails_is_named(toy_site: Path, installed, pipefit, fault: str) -> None:
+    before, after, message = BROKEN[fault]
+    for path in (toy_site / "toy_mlp").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(before, after), encoding="utf-8")
+    installed(toy_site, FAMILIES)
+    words = ("--cluster", "2xH100", "--batch", "8", "--seq", "16")
+    code, _, err = pipefit("plan", "--model", str(toy_site.parent / "my-model"), *words)
+    assert code == 2 and "The model family 'toy-mlp' of toy" in err and message in err, err
+
+
+def test_a_model_without_a_loss_is_refused(toy_site: Path, installed, pipefit) -> None:
+    path = toy_site / "toy_mlp" / "layers.py"
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "TokenLoss()" not in line]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    installed(toy_site, FAMILIES)
+    words = ("--cluster", "2xH100", "--batch", "8", "--seq", "16")
+    code, _, err = pipefit("plan", "--model", str(toy_site.parent / "my-model"), *words)
+    assert code == 2 and "The model has no loss." in err
+    assert "where: the last layer, head" in err and "seen: an output of shape (B, T, 256)" in err
+
+
+def test_layers_with_one_prefix_are_refused_and_a_tie_is_one_parameter(toy_site: Path, installed, pipefit) -> None:
+    path = toy_site / "toy_mlp" / "layers.py"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('f"layers.{i}."', '"layers."'), encoding="utf-8")
+    installed(toy_site, FAMILIES)
+    words = ("--cluster", "2xH100", "--batch", "8", "--seq", "16")
+    code, _, err = pipefit("plan", "--model", str(toy_site.parent / "my-model"), *words)
+    assert code == 2 and "Two parameters have one name." in err and "seen: layers.up.weight" in err
+    assert "where: layers layers.0, up.weight and layers.1, up.weight" in err
+    layers = build_layers("toy-mlp", CONFIG | {"layers": 1})
+    assert [layer.layer_name for layer in layers] == ["embed", "layers.0", "head", "loss"]
+    layers[-2].out.weight = layers[0].table.weight
+    finish_layers(layers, "meta", None)
+    assert layers[-2].parameter_names == {"out.weight": "embed.table.weight"}
+
+
 def test_the_first_parameters_have_the_initial_values_of_the_config(toy_site: Path, installed) -> None:
     installed(toy_site, FAMILIES)
     load_plugins()
-    from pipefit.model.families.build import build_layers
-
     layers = build_layers("toy-mlp", CONFIG, device="cpu")
     assert [layer.layer_name for layer in layers] == ["embed", *(f"layers.{i}" for i in range(4)), "head", "loss"]
     assert not layers[1].up.bias.any() and 0.15 < float(layers[1].up.weight.detach().std()) < 0.25

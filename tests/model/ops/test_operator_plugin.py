@@ -15,10 +15,11 @@ from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
 from tests.support.plugin_package import installed, page_examples, write_package
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PluginError
 from pipefit.model.families import FAMILIES
+from pipefit.model.families.common import OperatorModule
 from pipefit.model.ops import KINDS, OperatorKind, register_operator, table
-from pipefit.model.ops.kind import same_shape
+from pipefit.model.ops.kind import same_shape, save_input
 from pipefit.plugins import load_plugins
 from pipefit.run.ops import build_step
 from pipefit.shard.megatron import shard_program
@@ -109,16 +110,28 @@ def example(factor: float) -> OperatorExample:
     return OperatorExample(kind="toy_double", inputs={"x": ("B", "T", 8)}, reference=lambda x: x * factor)
 
 
+SQUARE = OperatorKind(kind="toy_square", summary="x^2.", inputs=("x",), shapes=same_shape, saves=save_input)
+SQUARES = OperatorExample(kind="toy_square", inputs={"x": ("B", "T", 8)}, reference=lambda x: x * x)
+
+
+def add_module(monkeypatch, text: str) -> str:
+    """Return the name of a new module with this text, which may use OperatorStep."""
+    module = type(sys)("toy_run")
+    exec(f"from pipefit.run.ops import OperatorStep\n{text}", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.__name__
+
+
 @pytest.fixture
 def doubling(monkeypatch) -> str:
     """A module that executes `toy_double`."""
-    text = (
-        "from pipefit.run.ops import OperatorStep\ndef build(operator, context): return OperatorStep(lambda x: x * 2)\n"
-    )
-    module = type(sys)("toy_double_run")
-    exec(text, vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module.__name__
+    return add_module(monkeypatch, "def build(operator, context): return OperatorStep(lambda x: x * 2)")
+
+
+@pytest.fixture
+def squaring(monkeypatch) -> str:
+    """A module that executes `toy_square`."""
+    return add_module(monkeypatch, "def build(operator, context): return OperatorStep(lambda x: x * x)")
 
 
 def label_as_sum(operator, inputs, outputs) -> OperatorLabels:
@@ -138,6 +151,97 @@ def test_a_check_finds_wrong_values_and_wrong_splits(doubling: str) -> None:
         pytest.raises(AssertionError, match=wrong_shape),
     ):
         check_operator(example(2.0))
+
+
+def wrong_labels(operator, inputs, outputs) -> OperatorLabels:
+    return replace(label_pointwise(operator, inputs, outputs), inputs=(("d0",),))
+
+
+FACTS = {
+    "another shape": ({"shapes": lambda inputs, attributes: (("B", "T", 4),)}, {}, r"shapes states \[2, 6, 4\]"),
+    "no shapes": ({"shapes": lambda inputs, attributes: None}, {}, "shapes returns None, not a tuple of shapes"),
+    "a list of shapes": ({"shapes": lambda inputs, attributes: [inputs[0]]}, {}, "not a tuple of shapes"),
+    "another dtype": ({"output_dtype": "int64"}, {}, "output_dtype states torch.int64"),
+    "saves nothing": ({"saves": lambda operator, needs: ()}, {}, "autograd saves 768 bytes.* state 0"),
+    "saves no name": ({"saves": lambda operator, needs: ("z",)}, {}, r"saves returns \('z',\), not names of x, y"),
+    "saves None": ({"saves": lambda operator, needs: None}, {}, "saves returns None, not a tuple"),
+    "FLOPs": ({"flops": lambda call: 7}, {}, "flops returns 7, not Flops"),
+    "arity": ({"own_bytes": lambda: 7}, {}, "own_bytes raises TypeError"),
+    "no bytes": ({"forward_extra": lambda call: None}, {}, "forward_extra returns None, not a number of bytes"),
+    "an undeclared attribute": ({}, {"attributes": {"scale": 2.0}}, "attributes does not declare scale"),
+    "no reference": ({}, {"reference": lambda x: None}, "the reference returns NoneType"),
+    "two operands": ({}, {"reference": lambda x, y: x}, "reference raises TypeError"),
+}
+
+
+@pytest.mark.parametrize("fault", FACTS)
+def test_a_check_finds_wrong_facts(squaring: str, fault: str) -> None:
+    kind, values, message = FACTS[fault]
+    with (
+        temporary_operator(replace(SQUARE, **kind), rule=label_pointwise, builder=squaring),
+        pytest.raises(AssertionError, match=message) as error,
+    ):
+        check_operator(replace(SQUARES, **values))
+    assert "toy_square" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def build(operator, context): return lambda x: x * x", "toy_square' returned.*\n.*\n.*\n.*OperatorStep"),
+        ("def build(operator): return None", "toy_square' failed(.|\n)*TypeError"),
+        ("def build(operator, context): return OperatorStep(lambda x: None)", "the step returns NoneType"),
+        ("def build(operator, context): return OperatorStep(lambda: 1)", "toy_square: the operator raises TypeError"),
+        ("def build(operator, context): return OperatorStep(lambda x: x * operator.attributes['s'])", "KeyError: 's'"),
+    ],
+)
+def test_a_check_names_a_builder_of_a_wrong_type(monkeypatch, text: str, message: str) -> None:
+    builder = add_module(monkeypatch, text)
+    with (
+        temporary_operator(SQUARE, rule=label_pointwise, builder=builder),
+        pytest.raises((AssertionError, PluginError), match=message),
+    ):
+        check_operator(SQUARES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda operator, inputs, outputs: None, "the rule returns None, not OperatorLabels"),
+        (lambda operator: None, "rule raises TypeError"),
+        (wrong_labels, r"the rule has labels \('d0',\) for input 0 of shape \('B', 'T', 8\)"),
+    ],
+)
+def test_a_check_names_a_rule_of_a_wrong_type(squaring: str, rule, message: str) -> None:
+    with (
+        temporary_operator(SQUARE, rule=rule, builder=squaring),
+        pytest.raises(AssertionError, match=message),
+    ):
+        check_operator(SQUARES)
+
+
+class Square(OperatorModule):
+    kind = "toy_square"
+
+    def forward(self, x):
+        return x * x
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward": lambda module, x: x * x * 1.1}, "the module's result is off by"),
+        ({"forward": lambda module, x: x * x.detach()}, "the module's gradient of x is off by"),
+        ({"forward": lambda module: None}, "forward of the module raises TypeError"),
+        ({"forward": lambda module, x: x[0]}, r"the module's result has shape \[6, 8\], not \[2, 6, 8\]"),
+        ({"kind": "gelu"}, "the module has the kind"),
+    ],
+)
+def test_a_check_finds_a_module_that_differs(squaring: str, changes, message: str) -> None:
+    with temporary_operator(SQUARE, rule=label_pointwise, builder=squaring):
+        check_operator(replace(SQUARES, module=Square()))
+        with pytest.raises(AssertionError, match=message):
+            check_operator(replace(SQUARES, module=type("Square", (Square,), changes)()))
 
 
 def test_an_example_of_an_unknown_kind_says_what_to_import() -> None:

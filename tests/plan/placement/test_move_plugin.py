@@ -13,7 +13,7 @@ from tests.support.placement_toys import candidate, skewed_cluster
 from tests.support.plan_toys import toy_model
 from tests.support.plugin_package import installed, page_examples, write_package
 
-from pipefit.errors import PipefitError, PlanError
+from pipefit.errors import PipefitError, PlanError, PluginError
 from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.make import make_plan
 from pipefit.plan.passes import place_devices
@@ -84,6 +84,28 @@ def test_a_proposal_that_is_no_permutation_is_refused(installed, tmp_path: Path)
         search_placement(toy.question, toy.timeline, PlacementBudget(moves=1), compiled=False)
     assert "where: placement move 'twice'" in str(error.value) and "seen: [0, 0, 0, 0]" in str(error.value)
     assert "allowed: each of [0, 1, 2, 3] once" in str(error.value)
+
+
+def fail_late(devices, problem):
+    yield devices[::-1].copy()
+    raise KeyError("slot")
+
+
+@pytest.mark.parametrize(
+    ("move", "error", "message"),
+    [
+        (fail_late, PluginError, "(?s)The placement move 'toy' failed.*line .*KeyError: 'slot'"),
+        (lambda devices, problem: None, PluginError, "(?s)The placement move 'toy' failed.*not iterable"),
+        (lambda devices: [], PluginError, "(?s)The placement move 'toy' failed.*positional"),
+        (lambda devices, problem: [None], PlanError, "(?s)no permutation.*placement move 'toy'.*seen: None"),
+    ],
+)
+def test_a_move_that_fails_is_named(installed, tmp_path: Path, move, error, message: str) -> None:
+    installed(tmp_path, MOVES)
+    register_placement_move("toy", move)
+    toy = candidate(skewed_cluster(4, seed=1), chain(2, 2))
+    with pytest.raises(error, match=message):
+        search_placement(toy.question, toy.timeline, PlacementBudget(moves=1), compiled=False)
 
 
 def test_kinds_stay_on_lanes_that_may_hold_them(swap_package: Path) -> None:

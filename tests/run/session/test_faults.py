@@ -215,6 +215,10 @@ def test_the_launcher_names_the_rank_that_died_first():
     assert "Rank 2 died" in error.value.full_text() and "killed by SIGKILL" in error.value.full_text()
     assert _judge_failures({0: Failure(-15), 1: Failure(2)}) == 2, "that rank has spoken for itself"
     assert _judge_failures({0: Failure(1)}) == 1
+    assert _judge_failures({0: Failure(-15), 1: Failure(1)}) == 1, "that rank has printed its traceback"
+    assert "ran out of memory" in error.value.full_text()
+    with pytest.raises(RunError, match=r"Rank 0 died.*\n.*\n.*SIGTERM\n  try: continue with --resume RUN_DIR$"):
+        _judge_failures({0: Failure(-15), 1: Failure(-15)})
     assert "exit code 7" in exited_rank(3, 7).full_text() and "Rank 5" in dead_rank(5, 60).full_text()
 
 

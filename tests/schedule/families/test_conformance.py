@@ -20,6 +20,7 @@ from pipefit.schedule import (
 )
 from pipefit.testing import (
     check_family_facts,
+    check_family_fields,
     check_family_graphs,
     check_family_orders,
     check_family_placements,
@@ -35,6 +36,11 @@ every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_family_makes_valid_schedules(name: str, shape: tuple[int, int, int]) -> None:
     check_family_orders(FAMILIES[name], shape)
+
+
+@every_family
+def test_a_family_has_fields_of_the_right_types(name: str) -> None:
+    check_family_fields(FAMILIES[name])
 
 
 @every_family

@@ -8,6 +8,7 @@ in `ReaderOptions`: nothing is assumed silently.
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Sequence
 from functools import cache
@@ -17,8 +18,8 @@ from pipefit.cluster.files import check_cluster
 from pipefit.cluster.readers.plausible import check_plausible
 from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions
 from pipefit.cluster.types import Cluster
-from pipefit.errors import ClusterError, FormatError, MissingFactsError, PipefitError, suggest_name
-from pipefit.plugins import NamedRegistry
+from pipefit.errors import ClusterError, FormatError, MissingFactsError, PipefitError, most_like, suggest_name
+from pipefit.plugins import NamedRegistry, call_plugin
 
 __all__ = [
     "ClusterReader",
@@ -56,6 +57,14 @@ def open_reader_text(text: str) -> Cluster | None:
     options.
     """
     name, _, file = text.partition(":")
+    if file and name not in find_readers() and not Path(text).exists() and most_like(name, find_readers()):
+        raise ClusterError(
+            "No reader has this name.",
+            where="--cluster",
+            seen=repr(text),
+            allowed=f"NAME:FILE for the readers {', '.join(find_readers())}",
+            next_step=suggest_name(name, find_readers()),
+        )
     if not file or name not in find_readers():
         return None
     try:
@@ -65,16 +74,32 @@ def open_reader_text(text: str) -> Cluster | None:
             error.what,
             where=error.where,
             seen=error.seen,
-            next_step=f"pipefit profile --from {name} {file} --devices 8xH100 --network 200Gbit/s -o cluster.json",
+            next_step=f"pipefit profile --from {name} {file} {_missing_options(name, file)} -o cluster.json",
         ) from None
+
+
+def _missing_options(name: str, file: str) -> str:
+    """Return examples of the options that the file needs, and of no others."""
+    devices, network = ("", "H100", "8xH100"), ("", "200Gbit/s")
+    options = {}
+    for kind, bandwidth in itertools.product(devices, network):
+        options = {"--devices": kind, "--network": bandwidth}
+        try:
+            read_cluster(name, [file], devices=kind, network=bandwidth)
+        except MissingFactsError:
+            continue
+        except PipefitError:  # nothing is missing any more
+            pass
+        break
+    return " ".join(f"{option} {value}" for option, value in options.items() if value)
 
 
 def read_cluster(source: str, files: Sequence[str], *, devices: str = "", network: str = "") -> Cluster:
     """Return the cluster that `files` of the tool `source` describe, checked and found plausible.
 
     `devices` gives the devices of a host (`8xA100-80`, or `A100-80`) and `network` a host's bandwidth (`200Gbit/s`), if
-    the files do not. Raises PipefitError (unknown tool, nothing to read), FormatError (wrong format) or ClusterError
-    (incomplete, contradictory, or in mistaken units).
+    the files do not. Raises PipefitError (unknown tool, nothing to read), FormatError (wrong format), ClusterError
+    (incomplete, contradictory, or in mistaken units) or PluginError (a reader of a plug-in fails).
     """
     known = find_readers()
     if source not in known:
@@ -92,9 +117,9 @@ def read_cluster(source: str, files: Sequence[str], *, devices: str = "", networ
             where=f"--from {source}",
             next_step=f"name the {reader.takes}",
         )
-    cluster = reader.read(
-        [_read_input(name, reader) for name in files], ReaderOptions(devices=devices, network=network)
-    )
+    inputs = [_read_input(name, reader) for name in files]
+    options = ReaderOptions(devices=devices, network=network)
+    cluster = call_plugin(known.describe_entry(source), reader.read, inputs, options, returns=Cluster)
     check_cluster(cluster, files[0])
     check_plausible(cluster, files[0])
     return cluster

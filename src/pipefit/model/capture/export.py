@@ -6,7 +6,6 @@ Torch is imported inside the functions.
 from __future__ import annotations
 
 import io
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from pipefit.model.capture.convert import GraphEmitter
+from pipefit.model.capture.operator_modules import replace_operator_modules
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def export_reason(error: Exception, layer: nn.Module) -> str:
 
 def on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the layer without storage: parameters in `dtype` on the meta device, operator modules as one operator
-    each."""
+    each. Raises ModelError for an operator module that contradicts its kind."""
     import copy
 
     import torch
@@ -85,25 +85,8 @@ def on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
         kind = dtype if buffer.is_floating_point() and dtype != torch.bfloat16 else buffer.dtype
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=kind, device="meta")
     module = copy.deepcopy(layer, memo)
-    _replace_leaves(module)
+    replace_operator_modules(module)
     return module
-
-
-def _replace_leaves(module: nn.Module) -> None:
-    """Make every OperatorModule call the custom operator `pipefit::leaf` instead of its own forward."""
-    from pipefit.model.families.common import OperatorModule
-    from pipefit.model.families.leaf import call_operator
-
-    for child in module.modules():
-        if not isinstance(child, OperatorModule):
-            continue
-        attributes = json.dumps(child.operator_attributes(), sort_keys=True)
-
-        def forward(*args: Any, _child: OperatorModule = child, _attributes: str = attributes) -> Any:
-            parameters = [_child.get_parameter(name) for name in _child.operator_parameters()]
-            return call_operator([*args, *parameters], _child.kind, _attributes)
-
-        child.forward = forward
 
 
 def fold_constant(emitter: GraphEmitter, node: Any) -> bool:

@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PipefitError
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.export import MODULE as MODULE
 from pipefit.model.capture.export import export_reason, fold_constant, on_meta, quiet_torch, uncached_shapes
@@ -74,7 +74,7 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
             return capture_whole(user_model, source)
         from pipefit.model.families.finish import finish_layers
 
-        return capture_layers(finish_layers(user_model, "meta", None), family=family, config=config)
+        return check_loss(capture_layers(finish_layers(user_model, "meta", None), family=family, config=config))
     typed = typed_config(family, config)
     key = (family, repr(config), FAMILIES[family].read, find_builder(family))
     if key in _REMEMBERED:
@@ -83,6 +83,7 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
     model = capture_layers(
         build_layers(family, config), family=family, config=deepcopy(config), rotary=[rotary] if rotary else []
     )
+    check_loss(model)
     if not any(operator.kind == "opaque" for graph in model.graphs.values() for operator in graph.operators):
         while len(_REMEMBERED) >= _MOST_REMEMBERED:
             del _REMEMBERED[next(iter(_REMEMBERED))]
@@ -133,6 +134,21 @@ def capture_layers(
     keys = {layer.graph for layer in chain}
     used = {key: graph for key, graph in graphs.items() if key in keys}
     return Model(family=family, config=dict(config or {}), modules=_group_modules(layers, chain), graphs=used)
+
+
+def check_loss(model: Model) -> Model:
+    """Return the model. Raises ModelError if no module ends with a loss, so that nothing can be trained."""
+    ends = [module.layers[-1] for module in model.modules]
+    if any(model.layer_graph(layer).loss_output for layer in ends):
+        return model
+    shape = _output_shape(model.layer_graph(ends[-1]))
+    raise ModelError(
+        "The model has no loss.",
+        where=f"the last layer, {ends[-1].name}",
+        seen=f"an output of shape ({', '.join(map(str, shape))})",
+        allowed="a last layer that returns the summed loss: a tensor without dimensions",
+        next_step="append name_layer(TokenLoss(), 'loss', '') of pipefit.model.families.common, or a loss of your own",
+    )
 
 
 def _group_modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[ModelModule, ...]:
@@ -231,6 +247,8 @@ def _export_graph(layer: nn.Module, call: _LayerCall, dtype: str) -> Graph:
     try:
         with quiet_torch(), uncached_shapes():
             program = torch.export.export(module, (), arguments, dynamic_shapes=dynamic, strict=False)
+    except PipefitError:
+        raise
     except Exception as error:  # user code may raise anything under export
         raise UnconvertibleError(export_reason(error, layer)) from error
     if program.graph_signature.buffers_to_mutate:

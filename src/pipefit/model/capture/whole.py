@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PipefitError
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.counted import LINEAR_KINDS
 from pipefit.model.capture.cut_layers import cut_layers
@@ -142,7 +142,7 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
             )
             if _works_in_place(program):
                 program = program.run_decompositions({})
-    except ModelError:
+    except PipefitError:
         raise
     except Exception as error:  # user code may raise anything under export
         raise UnconvertibleError(export_reason(error, example.module)) from error

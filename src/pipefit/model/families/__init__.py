@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PluginError
 from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, WeightTensor
-from pipefit.plugins import NamedRegistry
+from pipefit.plugins import NamedRegistry, call_name, call_plugin
 
 __all__ = [
     "FAMILIES",
@@ -20,6 +22,7 @@ __all__ = [
     "ModelFamily",
     "WeightTensor",
     "family_of_type",
+    "read_family_config",
     "register_model_family",
 ]
 
@@ -40,6 +43,22 @@ def register_model_family(family: ModelFamily) -> ModelFamily:
                 allowed="a model_type of its own for each family",
             )
     return FAMILIES.add_entry(family.name, family)
+
+
+def read_family_config(family: ModelFamily, config: Mapping[str, Any], where: str) -> ModelConfig:
+    """Return the typed configuration of a family. Raises ModelError for bad fields, and PluginError if the `read` of a
+    plug-in fails or returns an object without the methods of `ModelConfig`."""
+    subject = FAMILIES.describe_entry(family.name)
+    typed = call_plugin(subject, family.read, config, where)
+    missing = [name for name in ("to_config", "stored_tensors", "initial") if not callable(getattr(typed, name, None))]
+    if missing:
+        raise PluginError(
+            f"The {subject} returned a configuration of a wrong type.",
+            where=call_name(family.read),
+            seen=f"{type(typed).__name__} without {', '.join(missing)}",
+            allowed="an object with the methods to_config, stored_tensors and initial",
+        )
+    return typed
 
 
 def family_of_type(model_type: object) -> ModelFamily | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import ModelError
-from pipefit.model.families import FAMILIES, ModelConfig
+from pipefit.errors import ModelError, PluginError
+from pipefit.model.families import FAMILIES, ModelConfig, read_family_config
+from pipefit.plugins import call_name, call_plugin, import_function
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +20,13 @@ def typed_config(family: str, config: Mapping[str, Any], where: str = "config") 
     """The typed configuration of a family. Raises ModelError for an unknown family or bad fields."""
     if family not in FAMILIES:
         raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
-    return FAMILIES[family].read(config, where)
+    return read_family_config(FAMILIES[family], config, where)
 
 
 def find_builder(family: str) -> Callable[[ModelConfig], list[torch.nn.Module]]:
-    """Return the function that builds the layers of a family. Imports its module, and with it torch."""
-    builder: Callable[[ModelConfig], list[torch.nn.Module]] = importlib.import_module(FAMILIES[family].builder).build
-    return builder
+    """Return the function that builds the layers of a family. Imports its module, and with it torch. Raises PluginError
+    if a plug-in lacks it."""
+    return import_function(FAMILIES.describe_entry(family), FAMILIES[family].builder, "build")
 
 
 def build_layers(
@@ -56,5 +56,22 @@ def build_layers(
         return finish_layers(user_model, device, dtype)
     typed = typed_config(family, config)
     with torch.device(device):
-        layers = find_builder(family)(typed)
+        layers = _build_chain(family, typed)
     return finish_layers(layers, device, dtype, typed)
+
+
+def _build_chain(family: str, typed: ModelConfig) -> list[torch.nn.Module]:
+    """Return the layers of a family. Raises PluginError if a plug-in's builder fails or returns another type."""
+    from torch import nn
+
+    subject, builder = FAMILIES.describe_entry(family), find_builder(family)
+    layers = call_plugin(subject, builder, typed, returns=(list, tuple))
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise PluginError(
+                f"The {subject} built a layer of a wrong type.",
+                where=f"{call_name(builder)}, layer {index}",
+                seen=repr(layer)[:200],
+                allowed="torch.nn.Module",
+            )
+    return list(layers)

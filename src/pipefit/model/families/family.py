@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
+from pipefit.errors import ModelError
 from pipefit.model.ops.kind import InitialKind
 
 
@@ -45,6 +46,15 @@ class InitialValue:
     kind: InitialKind
     std: float = 0.0
     "Standard deviation of the normal distribution, mean 0."
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(InitialKind) or self.std < 0:
+            raise ModelError(
+                "The initial value of a parameter is wrong.",
+                where="InitialValue of a model family",
+                seen=f"{self.kind!r}, standard deviation {self.std}",
+                allowed=f"{', '.join(get_args(InitialKind))}; a standard deviation of 0 or more",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,10 @@ def finish_layers(
 
     A user's layers keep their values. A layer without `.layer_name` is called `layers.I`; one without
     `.parameter_names` gets `LAYER.LOCAL`. A parameter object that an earlier layer also has keeps the name from that
-    layer.
+    layer. Raises ModelError for equal names of layers, or of parameters that are not one object.
     """
     globals_: dict[int, str] = {}
+    owners: dict[str, tuple[int, str]] = {}
     used: set[str] = set()
     for index, layer in enumerate(layers):
         name = str(getattr(layer, "layer_name", f"layers.{index}"))
@@ -41,6 +42,14 @@ def finish_layers(
             names[local] = globals_.setdefault(
                 id(parameter), parameter_names[local] if parameter_names else f"{name}.{local}"
             )
+            owner = owners.setdefault(names[local], (id(parameter), f"{name}, {local}"))
+            if owner[0] != id(parameter):
+                raise ModelError(
+                    "Two parameters have one name.",
+                    where=f"layers {owner[1]} and {name}, {local}",
+                    seen=names[local],
+                    allowed="a prefix of its own for every layer; a tied parameter is one nn.Parameter in both layers",
+                )
         layer.parameter_names = names  # type: ignore[assignment]
     for layer in layers:
         if config is None or device != "meta":

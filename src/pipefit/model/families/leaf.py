@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from pipefit.model.ops import KINDS
+from pipefit.model.ops.table import PLUGINS
+from pipefit.plugins import call_plugin, plugin_errors
 
 
 @torch.library.custom_op("pipefit::leaf", mutates_args=())
@@ -21,6 +23,9 @@ def call_operator(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
 def _(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
     known = KINDS[kind]
     absent = [None] * (len(known.inputs) - len(inputs))
-    (shape,) = known.shapes((*(tuple(tensor.shape) for tensor in inputs), *absent), json.loads(attributes))
+    sizes = (*(tuple(tensor.shape) for tensor in inputs), *absent)
+    subject = PLUGINS.describe_entry(kind)
+    with plugin_errors(subject, known.shapes):
+        (shape,) = call_plugin(subject, known.shapes, sizes, json.loads(attributes), returns=tuple)
     dtype = inputs[0].dtype if known.output_dtype is None else getattr(torch, known.output_dtype)
     return inputs[0].new_empty(shape, dtype=dtype)

@@ -15,7 +15,7 @@ from pipefit.cost.types import Ints
 from pipefit.errors import PlanError
 from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.shape import PlacementProblem
-from pipefit.plugins import NamedRegistry
+from pipefit.plugins import NamedRegistry, iterate_plugin
 
 PlacementMove = Callable[[Ints, PlacementProblem], Iterable[Ints]]
 """(devices, problem) -> placements near it. `devices[slot]` is the device of every (lane, replica, shard), the shard
@@ -45,13 +45,14 @@ def improve_placement(
     """Return the best placement that the registered moves reach from this one, and its simulated step in seconds.
 
     Moves follow each other until none of them is faster, or MOVE_SIMULATIONS is used up. `estimate_ticks` never exceeds
-    the simulated step. Raises PlanError for a proposal that is no permutation of the devices.
+    the simulated step. Raises PlanError for a proposal that is no permutation of the devices, PluginError for a move
+    that fails.
     """
     budget, improved = MOVE_SIMULATIONS, True
     while improved and budget > 0:
         improved = False
         for name, move in MOVES.items():
-            for proposal in move(devices.copy(), problem):
+            for proposal in iterate_plugin(MOVES.describe_entry(name), move, devices.copy(), problem):
                 moved = _check_proposal(name, proposal, devices)
                 if not _kinds_allowed(problem, moved) or estimate_ticks(moved) * TICK_S >= step_s:
                     continue
@@ -65,12 +66,15 @@ def improve_placement(
 
 
 def _check_proposal(name: str, proposal: Ints, devices: Ints) -> Ints:
-    moved = np.array(proposal, dtype=np.int64)
+    try:
+        moved = np.array(proposal, dtype=np.int64)
+    except (TypeError, ValueError):
+        moved = np.zeros(0, dtype=np.int64)
     if moved.shape != devices.shape or not np.array_equal(np.sort(moved), np.sort(devices)):
         raise PlanError(
             "A placement move proposes devices that are no permutation of the given ones.",
-            where=f"placement move {name!r}",
-            seen=moved.tolist(),
+            where=MOVES.describe_entry(name),
+            seen=moved.tolist() if moved.size else repr(proposal),
             allowed=f"each of {sorted(devices.tolist())} once",
             next_step="mend the move, or go on without plug-ins: PIPEFIT_PLUGINS=off",
         )

@@ -20,6 +20,7 @@ import torch
 from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Operator
 from pipefit.model.ops.table import PLUGINS
+from pipefit.plugins import call_plugin
 
 
 class OperatorStep(NamedTuple):
@@ -96,10 +97,12 @@ def _plugin_builder(operator: Operator) -> Builder:
 
 
 def build_step(operator: Operator, context: OperatorContext) -> OperatorStep:
-    """Return the step of one operator. Raises ModelError for a kind without a builder."""
+    """Return the step of one operator. Raises ModelError for a kind without a builder, and PluginError if the builder
+    of a plug-in fails or returns another type."""
     builder = find_builders().get(operator.kind)
     if builder is None and operator.kind in PLUGINS:
-        builder = _plugin_builder(operator)
+        subject = PLUGINS.describe_entry(operator.kind)
+        return call_plugin(subject, _plugin_builder(operator), operator, context, returns=OperatorStep)
     if builder is None:
         raise ModelError(
             f"The runtime cannot execute the operator {operator.kind!r}.",

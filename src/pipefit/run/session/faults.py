@@ -162,7 +162,8 @@ def exited_rank(rank: int, code: int, log: str = "") -> RunError:
         f"Rank {rank} died: the run has stopped.",
         where=f"rank {rank}",
         seen=f"{how}{': ' + log if log else ''}",
-        next_step="SIGKILL often means that the system ran out of memory; continue with --resume RUN_DIR",
+        next_step=f"{'SIGKILL often means that the system ran out of memory; ' if code == -signal.SIGKILL else ''}"
+        "continue with --resume RUN_DIR",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -220,9 +221,9 @@ def _judge_failures(failures: object) -> int:
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}  # type: ignore[attr-defined]
     if any(code == EXIT_CODE for code in codes.values()):
         return EXIT_CODE
-    silent = {rank: code for rank, code in codes.items() if code < 0}
-    # torch's launcher ends the remaining ranks with SIGTERM: a rank that ended otherwise failed first.
-    rank, code = next(((r, c) for r, c in silent.items() if c != -15), next(iter(codes.items())))
-    if code == 1:
+    # A rank that ended with 1 has printed its traceback. torch's launcher ends the remaining ranks with SIGTERM: a rank
+    # that ended otherwise failed first.
+    silent = [(rank, code) for rank, code in codes.items() if code not in (1, -signal.SIGTERM)]
+    if not silent and 1 in codes.values():
         return 1
-    raise exited_rank(rank, code)
+    raise exited_rank(*next(iter(silent or codes.items())))

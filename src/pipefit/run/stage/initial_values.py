@@ -1,8 +1,9 @@
 """Initial values of parameters: a function of (seed, global name) alone, independent of the layout.
 
 A tensor is drawn in blocks of rows, each from a generator seeded by (seed, name, block), so a rank draws only its own
-blocks. The graphs determine a parameter's role: scales of norms start at one, biases at zero, everything else is normal
-with the family's `initializer_range` (GPT-2 paper and Hugging Face configurations: 0.02).
+blocks. The configuration of a model family states the kind and the standard deviation (`ModelConfig.initial`). In a
+saved model of a family that is not installed, the graphs determine a parameter's role: scales of norms start at one,
+biases at zero, everything else is normal with `initializer_range` (Hugging Face configurations: 0.02).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from pipefit.layout import Box
+from pipefit.model.families import FAMILIES, InitialValue
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.kind import InitialKind
-from pipefit.model.registry import USER, build_layers
+from pipefit.model.registry import USER, build_layers, typed_config
 from pipefit.plan.types import Plan
+from pipefit.plugins import call_plugin
 from pipefit.run.stage.user_module import whole_example
 
 ParameterValue = Callable[[str, Sequence[int], Box], Tensor]
@@ -32,15 +35,27 @@ _BLOCK = 1 << 20
 def initial_values(plan: Plan, model: Model) -> ParameterValue:
     """Return values from the plan's seed: the initial values of a user's modules, or those of `initial_value` for a
     family."""
-    kinds = parameter_kinds(model)
+    initials = family_initials(model)
     user_values = _own_values(plan, model) if model.family == USER else {}
 
     def value_of(name: str, shape: Sequence[int], box: Box) -> Tensor:
         if name in user_values:
             return user_values[name][tuple(slice(start, stop) for start, stop in box)]
-        return initial_value(name, shape, kinds[name], parameter_deviation(model, name), plan.job.seed, box)
+        return initial_value(name, shape, initials[name].kind, initials[name].std, plan.job.seed, box)
 
     return value_of
+
+
+def family_initials(model: Model) -> dict[str, InitialValue]:
+    """Return the initial value of every parameter by its global name.
+
+    Raises PluginError if the configuration of a plug-in fails for a name, or returns another type.
+    """
+    kinds = parameter_kinds(model)
+    if model.family not in FAMILIES:
+        return {name: InitialValue(kind, parameter_deviation(model, name)) for name, kind in kinds.items()}
+    subject, typed = FAMILIES.describe_entry(model.family), typed_config(model.family, model.config)
+    return {name: call_plugin(subject, typed.initial, name, returns=InitialValue) for name in kinds}
 
 
 def parameter_deviation(model: Model, name: str) -> float:

@@ -14,8 +14,10 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.errors import ScheduleError, suggest_name
+from pipefit.plugins import call_plugin, is_builtin, loading_package, name_plugin, plugin_errors
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.blocks.building_block import BuildingBlock
+from pipefit.schedule.check.rules import check_schedule
 from pipefit.schedule.problem import ScheduleProblem, linear_placement
 
 
@@ -89,7 +91,33 @@ class ScheduleFamily:
                 allowed=", ".join(name for name, family in sorted(FAMILIES.items()) if family.knows_turns),
                 next_step="order the other stages with it, and put these in with pipefit.schedule.modules.multiplexed",
             )
-        return self.build(problem)
+        if is_builtin(self.build):
+            return self.build(problem)
+        return self._checked_order(problem)
+
+    def _checked_order(self, problem: ScheduleProblem) -> Schedule:
+        """Return the order of a family from outside pipefit. Raises ScheduleError if it is invalid, PluginError if
+        `build` fails. Tests prove the orders of the built-in families."""
+        subject = name_plugin("schedule family", self.name, _packages.get(self.name, ""))
+        schedule = call_plugin(subject, self.build, problem, returns=Schedule)
+        expected = {
+            "name": self.name,
+            "placement": problem.placement,
+            "microbatches": problem.microbatches,
+            "slices": problem.slices,
+        }
+        for field, value in expected.items():
+            seen = getattr(schedule, field)
+            if seen != value:
+                raise _wrong_order(subject, problem, f"{field!r} differs", f"{field}={seen!r}", f"{field}={value!r}")
+        with plugin_errors(subject, self.build):
+            if schedule.is_lowered:
+                raise _wrong_order(subject, problem, "it has transfers", None, "the actions F, I, W and B")
+            try:
+                check_schedule(schedule, problem.edges)
+            except ScheduleError as error:
+                raise _wrong_order(subject, problem, error.what, error.seen, error.allowed) from error
+        return schedule
 
     def idle_s(self, lanes: int | Array, held: Array, forward_s: Array, input_s: Array, weight_s: Array) -> Array:
         """Return the estimated idle time of the busiest lane of equal stages, from the times of one stage.
@@ -147,6 +175,7 @@ def register_family(source: ScheduleFamily | ModuleType) -> ScheduleFamily:
             allowed=f"a name other than {', '.join(sorted(_origins))}",
         )
     _origins[family.name] = (origin, family)
+    _packages[family.name] = loading_package()
     _sort_families()
     return family
 
@@ -164,6 +193,19 @@ def _sort_families() -> None:
     _families.update({family.name: family for _, family in ordered})
 
 
+def _wrong_order(
+    subject: str, problem: ScheduleProblem, fault: str, seen: object | None, allowed: str | None
+) -> ScheduleError:
+    return ScheduleError(
+        f"The {subject} builds an invalid order: {fault}",
+        where=f"placement {','.join(map(str, problem.placement))}, {problem.microbatches} microbatches, "
+        f"{problem.slices} slices",
+        seen=seen,
+        allowed=allowed,
+        next_step="check the family with pipefit.testing.check_schedule_family",
+    )
+
+
 def _build_nothing(problem: ScheduleProblem) -> Schedule:
     raise AssertionError("an order written by hand has no family")
 
@@ -172,6 +214,8 @@ _ANY_ORDER = ScheduleFamily(name="", build=_build_nothing, is_fitted=True)
 
 _origins: dict[str, tuple[str, ScheduleFamily]] = {}
 """Name of a family -> (its module, or its own name; the family)."""
+_packages: dict[str, str] = {}
+"""Name of a family -> the plug-in package that registered it, '' if none did."""
 _families: dict[str, ScheduleFamily] = {}
 
 FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(_families)

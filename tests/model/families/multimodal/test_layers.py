@@ -290,15 +290,19 @@ def test_a_bad_configuration_is_one_clear_error(message: str) -> None:
 
 def test_every_module_starts_with_its_own_deviation() -> None:
     """As `pipefit train` starts: from the seed alone, whatever the layout."""
-    from pipefit.run.stage.initial_values import parameter_deviation, parameter_kinds
+    from pipefit.model.families import InitialValue
+    from pipefit.run.stage.initial_values import family_initials, parameter_deviation, parameter_kinds
 
     model = capture_family("multimodal", changed(vision={**TINY["vision"], "initializer_range": 0.5}))
-    kinds = parameter_kinds(model)
+    kinds, initials = parameter_kinds(model), family_initials(model)
     assert kinds["vision.layers.0.norm1.weight"] == kinds["vision.norm.weight"] == "ones"
     assert kinds["generator.layers.0.modulation1.gate.bias"] == kinds["vision.embed.patch.bias"] == "zeros"
     assert kinds["vision.embed.positions.table"] == kinds["language.lm_head.weight"] == "normal"
     assert parameter_deviation(model, "vision.layers.0.mlp.fc1.weight") == 0.5
     assert parameter_deviation(model, "generator.embed.latent.weight") == 0.02
+    for name, kind in kinds.items():  # the configuration says the same as the roles in the graphs
+        std = parameter_deviation(model, name) if kind == "normal" else 0.0
+        assert initials[name] == InitialValue(kind, std), name
 
 
 @pytest.mark.parametrize(("name", "language"), [("mllm-9b", 6.738), ("mllm-72b", 70.554)])

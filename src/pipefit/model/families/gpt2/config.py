@@ -77,8 +77,6 @@ class GPT2Config:
             return InitialValue("zeros")
         if ".ln_" in name:
             return InitialValue("ones")
-        if name.endswith("c_proj.weight"):  # scaled by the number of residual additions, as in the paper
-            return InitialValue("normal", self.initializer_range / math.sqrt(2 * self.n_layer))
         return InitialValue("normal", self.initializer_range)
 
 
