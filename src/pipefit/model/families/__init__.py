@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 
 from pipefit.errors import ModelError
-from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, WeightTensor
+from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, RowParts, WeightTensor
 from pipefit.plugins import NamedRegistry
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "InitialValue",
     "ModelConfig",
     "ModelFamily",
+    "RowParts",
     "WeightTensor",
     "family_of_type",
     "register_model_family",
@@ -49,4 +50,5 @@ def family_of_type(model_type: object) -> ModelFamily | None:
 
 for _info in pkgutil.iter_modules(__path__):
     if _info.ispkg:
-        register_model_family(importlib.import_module(f"{__name__}.{_info.name}.config").FAMILY)
+        for _family in importlib.import_module(f"{__name__}.{_info.name}.config").FAMILIES:
+            register_model_family(_family)

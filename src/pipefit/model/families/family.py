@@ -22,6 +22,17 @@ class ModelConfig(Protocol):
         """The initial value of the parameter with this global name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParts:
+    """The rows of one parameter in a stored tensor that holds several: rows `start` to `stop` of each of `groups` equal
+    groups of `size` rows."""
+
+    groups: int
+    size: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTensor:
     """One tensor of a weights file, and the part of a parameter that it holds."""
@@ -36,6 +47,8 @@ class WeightTensor:
     heads: int = 0
     """For a fused projection, the number of heads. The rows of the parameter are those of query, key and value of head
     0, then of head 1, and so on; the file holds all queries, then all keys, then all values."""
+    rows: RowParts | None = None
+    "The rows of the tensor that are this parameter, if the file holds several parameters in one tensor."
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,89 @@
+"""Options of a decoder-only language model. They are independent of each other, and no option names a model type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+"""Hugging Face's names of activations -> ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormOptions:
+    """The norms of hidden states."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    "Addend of the weight of an RMS norm: 1 in Gemma, whose weights are stored as differences from 1."
+    bias: bool = False
+    "Of layer norms."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOptions:
+    """Mixtures of experts in place of MLPs."""
+
+    experts: int
+    top_k: int
+    size: int
+    "Features of an expert."
+    normalize: bool
+    "Whether the weights of the selected experts are divided by their sum."
+    layers: tuple[int, ...]
+    "Indices of the layers that have experts."
+    shared_size: int = 0
+    "Features of an expert that sees every token; 0: there is none."
+    shared_gate: bool = False
+    "Whether the shared expert's output is multiplied by the sigmoid of a projection of x."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOptions:
+    """One model. The defaults are Llama's."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    groups: int
+    "Key/value heads."
+    head_dim: int
+    scale: float
+    "Factor of the attention scores."
+    norm: NormOptions
+    mlp_size: int
+    activation: str
+    rotary: tuple[Mapping[str, Any] | None, ...]
+    "Per layer: the attributes of the rotary operator, or None for a layer without positions."
+    windows: tuple[int | None, ...]
+    "Per layer: the sliding window, or None."
+    norm_places: Literal["before", "after", "both"] = "before"
+    "Norms before attention and MLP, or of their results before these are added to the residual stream."
+    parallel: bool = False
+    "Whether the MLP reads the layer's input, beside the attention, instead of the attention's sum."
+    parallel_norms: int = 1
+    "Norms of a parallel layer: one for both branches, or one for each."
+    qk_norm: Literal["none", "head", "each_head", "projection"] = "none"
+    """Norms of queries and keys: one over the features of a head, with equal weights for all heads or with weights for
+    each, or one over all features of the projection."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    gated: bool = True
+    "Whether the MLP is down(activation(gate(x)) * up(x)) instead of down(activation(up(x)))."
+    experts: ExpertOptions | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    "Factor of each branch that is added to the residual stream."
+    logit_scale: float = 1.0
+    position_rows: int = 0
+    "Rows of a table of learned positions; 0: there is none."
+    position_offset: int = 0
+    "Row of position 0 in that table."
+    embedding_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    tied: bool = False
+    "Whether the output projection is the table of tokens."

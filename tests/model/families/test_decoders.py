@@ -1,0 +1,131 @@
+"""The model types of `families/decoder/types` against `transformers`: logits, loss and every gradient in float64, and
+directories of weights, through the files that both write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.model.families.test_families import run_ours, their_model
+from tests.support.decoder_variants import DECODER_VARIANTS
+from tests.support.in_float64 import AllInFloat64
+
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import build_layers, describe_config, typed_config
+from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
+
+ROWS, TOKENS = 3, 13
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return tensors
+
+
+def save_gradients_of_theirs(model: Any, folder: Path) -> None:
+    """Write every gradient as `transformers` writes the parameter: by its name in files, experts apart."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", DECODER_VARIANTS)
+def test_logits_loss_and_every_gradient_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = DECODER_VARIANTS[name]
+    described = describe_config(config, name, name)
+    theirs = their_model(config)
+    with torch.no_grad():  # the initial norms and biases of transformers are ones and zeros
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
+    load_layers(layers, tmp_path / "theirs", described.family, described.config)
+
+    tokens = torch.randint(0, 61, (ROWS, TOKENS))
+    labels = torch.randint(0, 61, (ROWS, TOKENS))
+    labels[0, 3:6] = -100
+    logits, loss = run_ours(layers, tokens, labels)
+    loss.backward()
+    with AllInFloat64():
+        their_logits = theirs(tokens).logits
+        their_loss = torch.nn.functional.cross_entropy(
+            their_logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        their_loss.backward()
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(logits, their_logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(loss, their_loss, rtol=1e-9, atol=1e-9)
+
+    save_gradients_of_theirs(theirs, tmp_path / "their gradients")
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                assert parameter.grad is not None and parameter.grad.abs().max() > 0
+    gradients = {
+        layer.parameter_names[local]: parameter.grad
+        for layer in layers
+        for local, parameter in layer.named_parameters()
+    }
+    save_weights(tmp_path / "gradients", gradients, described.family, described.config)
+    ours, expected = stored(tmp_path / "gradients"), stored(tmp_path / "their gradients")
+    assert set(ours) == set(expected)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(ours[key], gradient, rtol=1e-9, atol=1e-9 * max(gradient.abs().max().item(), 1.0))
+
+
+@pytest.mark.parametrize("name", DECODER_VARIANTS)
+def test_a_directory_is_read_and_written_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    described = describe_config(DECODER_VARIANTS[name], name, name)
+    theirs = their_model(DECODER_VARIANTS[name], torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs")
+    layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float32)
+    load_layers(layers, tmp_path / "theirs", described.family, described.config)
+    save_weights(tmp_path / "ours", layer_tensors(layers), described.family, described.config)
+    ours, expected = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
+    assert set(ours) == set(expected)
+    assert all(torch.equal(ours[key], tensor) for key, tensor in expected.items())
+
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True, dtype=torch.float32)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    tokens = torch.randint(0, 61, (2, 11))
+    torch.testing.assert_close(again(tokens).logits, theirs.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", DECODER_VARIANTS)
+def test_a_configuration_is_read_again_as_written(name: str) -> None:
+    described = describe_config(DECODER_VARIANTS[name], name, name)
+    typed = typed_config(described.family, described.config)
+    assert typed == typed_config(described.family, typed.to_config())
+    assert typed.to_config() == described.config
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_neox", "falcon-groups", "glm4"])
+def test_any_box_of_a_parameter_in_a_fused_tensor_can_be_read(name: str, tmp_path: Path) -> None:
+    described = describe_config(DECODER_VARIANTS[name], name, name)
+    layers = build_layers(described.family, described.config, device="cpu")
+    tensors = layer_tensors(layers)
+    save_weights(tmp_path, tensors, described.family, described.config)
+    with WeightFiles(tmp_path, described.family, described.config) as files:
+        for key, tensor in tensors.items():
+            for part in (0, 1, 2):
+                box = [(size * part // 3, size * (part + 1) // 3) for size in tensor.shape]
+                expected = tensor[tuple(slice(*edge) for edge in box)]
+                assert torch.equal(files.read(key, tensor.shape, box), expected), key
+
+
+@pytest.mark.parametrize("name", DECODER_VARIANTS)
+def test_every_layer_is_captured_as_operators(name: str) -> None:
+    described = describe_config(DECODER_VARIANTS[name], name, name)
+    model = capture_family(described.family, described.config)
+    kinds = {operator.kind for graph in model.graphs.values() for operator in graph.operators}
+    assert "opaque" not in kinds and "aten" not in kinds, kinds
+    assert ("rotary" in kinds) == (name != "opt")
+    assert not kinds & {"strided_slice", "cos", "sin", "constant"}
