@@ -18,10 +18,10 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
     return y if bias is None else y + bias
 
 
-def _rms_norm(eps: float) -> Callable[..., Any]:
+def _rms_norm(eps: float, offset: float = 0.0) -> Callable[..., Any]:
     def plain(x: Any, weight: Any) -> Any:
         y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
-        return y if weight is None else y * weight
+        return y if weight is None else y * (offset + weight)
 
     return plain
 
@@ -183,6 +183,7 @@ CASES: list[OperatorExample] = [
     ),
     make_example("rms_norm", {"x": X, "w": (10,)}, _rms_norm(1e-3), {"eps": 1e-3}, frozenset("w")),
     make_example("rms_norm", {"x": X, "w": None}, _rms_norm(1e-3), {"eps": 1e-3}),
+    make_example("rms_norm", {"x": X, "w": (10,)}, _rms_norm(1e-3, 1.0), {"eps": 1e-3, "offset": 1.0}, frozenset("w")),
     make_example(
         "layer_norm", {"x": X, "w": (10,), "b": (10,)}, _layer_norm(1e-3), {"eps": 1e-3}, frozenset(("w", "b"))
     ),

@@ -13,6 +13,7 @@ from tests.model.families.test_families import run_ours, their_model
 from tests.support.decoder_variants import DECODER_VARIANTS
 from tests.support.in_float64 import AllInFloat64
 
+from pipefit.errors import ModelError
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.registry import build_layers, describe_config, typed_config
 from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
@@ -129,3 +130,48 @@ def test_every_layer_is_captured_as_operators(name: str) -> None:
     assert "opaque" not in kinds and "aten" not in kinds, kinds
     assert ("rotary" in kinds) == (name != "opt")
     assert not kinds & {"strided_slice", "cos", "sin", "constant"}
+
+
+REFUSED = [
+    ("gemma", {"use_bidirectional_attention": True}, "'use_bidirectional_attention'", "seen: True", "allowed: False"),
+    ("phi3", {"rope_scaling": {"type": "longrope"}}, "rotary scaling is unknown", "seen: 'longrope'", "llama3, yarn"),
+    ("olmo2", {"partial_rotary_factor": 0.5}, "rotary positions in part", "partial_rotary_factor 0.5", "allowed: 1"),
+    ("granite", {"logits_scaling": 0.0}, "'logits_scaling'", "seen: 0.0", "a number above zero"),
+    ("granite", {"num_attention_heads": 5, "num_key_value_heads": 5}, "no multiple", "hidden_size 48", "head_dim"),
+    ("cohere2", {"use_qk_norm": True}, "'use_qk_norm'", "seen: True", "allowed: False"),
+    (
+        "cohere2",
+        {"layer_types": ["chunked"] * 4},
+        "'layer_types'",
+        "chunked",
+        "4 of sliding_attention and full_attention",
+    ),
+    ("smollm3", {"no_rope_layers": [0, 2]}, "'no_rope_layers'", "[0, 2]", "2 numbers"),
+    ("starcoder2", {"hidden_act": "mish"}, "'hidden_act'", "'mish'", "silu, swish, gelu"),
+    ("gpt_neox", {"num_key_value_heads": 2}, "no grouped heads", "num_key_value_heads 2", "num_attention_heads, 6"),
+    ("falcon", {"hidden_dropout": 0.1}, "'hidden_dropout'", "seen: 0.1", "allowed: 0.0"),
+    ("opt", {"do_layer_norm_before": False}, "'do_layer_norm_before'", "seen: False", "allowed: True"),
+    ("opt", {"word_embed_proj_dim": 16}, "'word_embed_proj_dim'", "seen: 16", "allowed: 48"),
+    ("qwen2_moe", {"num_experts_per_tok": 9}, "More experts", "num_experts_per_tok 9, experts 6", "at most as many"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "parts"), [(name, change, parts) for name, change, *parts in REFUSED])
+def test_an_unsupported_field_is_refused_by_name(name: str, change: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ModelError) as refusal:
+        describe_config(DECODER_VARIANTS[name] | change, name, "config.json")
+    assert all(part in str(refusal.value) for part in parts), str(refusal.value)
+
+
+def test_dropout_of_attention_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="attention_dropout is ignored"):
+        describe_config(DECODER_VARIANTS["phi3"] | {"attention_dropout": 0.1}, "phi3", "config.json")
+
+
+def test_a_fused_tensor_is_saved_with_all_of_its_parameters(tmp_path: Path) -> None:
+    described = describe_config(DECODER_VARIANTS["phi3"], "phi3", "phi3")
+    tensors = layer_tensors(build_layers(described.family, described.config, device="cpu"))
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    with pytest.raises(ModelError, match="Parameters that files hold in one tensor are missing") as refusal:
+        save_weights(tmp_path, tensors, described.family, described.config)
+    assert "model.layers.1.self_attn.qkv_proj.weight" in str(refusal.value)
