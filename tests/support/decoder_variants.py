@@ -65,4 +65,13 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "mlp_only_layers": [0],
     },
+    "gemma2": _RMS | {
+        "model_type": "gemma2", "head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 5,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": _RMS | {
+        "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window_pattern": 3, "head_dim": 12,
+        "query_pre_attn_scalar": 10, "sliding_window": 5, "rope_theta": 1e6, "rope_local_base_freq": 5e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }  # fmt: skip

@@ -52,10 +52,10 @@ def _rotary(theta: float, dim: int, style: str) -> Callable[..., Any]:
     return plain
 
 
-def _attention(causal: bool, scale: float, window: int | None) -> Callable[..., Any]:
-    """One query at a time."""
+def _attention(causal: bool, scale: float, window: int | None, softcap: float | None = None) -> Callable[..., Any]:
+    """One query at a time. A sink takes a part of the weights of its head."""
 
-    def plain(q: Any, k: Any, v: Any) -> Any:
+    def plain(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
         repeat = q.shape[2] // k.shape[2]
         rows = []
         for t in range(q.shape[1]):
@@ -64,7 +64,12 @@ def _attention(causal: bool, scale: float, window: int | None) -> Callable[..., 
             heads = []
             for h in range(q.shape[2]):
                 scores = (k[:, first:last, h // repeat] * q[:, t : t + 1, h]).sum(-1) * scale
-                heads.append((scores.softmax(-1).unsqueeze(-1) * v[:, first:last, h // repeat]).sum(1))
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[h].expand(len(scores), 1)), -1)
+                weights = scores.softmax(-1)[:, : last - first].unsqueeze(-1)
+                heads.append((weights * v[:, first:last, h // repeat]).sum(1))
             rows.append(torch.stack(heads, 1))
         return torch.stack(rows, 1)
 
@@ -123,6 +128,11 @@ def _rotary_case(style: str, dim: int) -> OperatorExample:
 
 def _attention_case(**attributes: Any) -> OperatorExample:
     return make_example("attention", _HEADS, _attention(**attributes), attributes)
+
+
+def _sink_case(**attributes: Any) -> OperatorExample:
+    inputs = {**_HEADS, "sinks": (_HEADS["q"][2],)}
+    return make_example("attention", inputs, _attention(**attributes), attributes, frozenset(("sinks",)))
 
 
 def _moe_case(top: int, normalize: bool, activation: str) -> OperatorExample:
@@ -191,6 +201,10 @@ CASES: list[OperatorExample] = [
     _rotary_case("half", 8),
     _rotary_case("half", 4),
     _rotary_case("interleaved", 8),
+    _attention_case(causal=True, scale=0.3, window=None, softcap=0.5),
+    _attention_case(causal=True, scale=0.3, window=3, softcap=0.5),
+    _sink_case(causal=True, scale=0.3, window=None),
+    _sink_case(causal=True, scale=0.3, window=3, softcap=0.5),
     _attention_case(causal=True, scale=0.3, window=None),
     _attention_case(causal=False, scale=0.5, window=None),
     _attention_case(causal=True, scale=0.5, window=3),

@@ -102,7 +102,7 @@ def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kw
 def _convert_leaf(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     inputs, kind, attributes = args
     names = [emitter.value_name(item) for item in inputs]
-    absent = [""] * (len(KINDS[kind].inputs) - len(names))
+    absent = ["" for name in KINDS[kind].inputs[len(names) :] if not name.endswith("*")]
     return emitter.emit_like(node, kind, [*names, *absent], json.loads(attributes))
 
 

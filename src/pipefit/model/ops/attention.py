@@ -1,4 +1,6 @@
-"""attention(q_BTHK, k_BTGK, v_BTGK) -> o_BTHK: softmax(scale q k^T + mask) v, head h reading keys of group h // (H/G).
+"""attention(q_BTHK, k_BTGK, v_BTGK, sinks_H...) -> o_BTHK: softmax(scale q k^T + mask) v, head h reading keys of group
+h // (H/G). With `softcap` c (Gemma 2) scores s become c tanh(s / c). Sinks (gpt-oss) are scores of one more key for
+each head, with the value zero.
 
 Saves q, k, v, o and the log-sum-exp of the scores (B*H*T, float32 or wider), as FlashAttention does (Dao et al., 2022).
 FLOPs: two products forward and four backward over the full square of queries and keys, whatever the mask. The
@@ -11,6 +13,8 @@ own T keys are a triangle of T (T + 1) / 2 pairs. Keys of earlier slices, and ke
 queries, are rectangles. If a window is shorter than the queries, or documents are kept apart, the kernel takes a mask
 and computes the full square of own keys. A run of earlier keys is computed completely, or skipped if no query sees any
 of it.
+
+Capped scores are computed by plain products, QUERY_BLOCK queries at a time; blocks skip the keys behind them.
 
 The symbol P, if given, is the number of earlier tokens whose keys are attended to (slices). The keys are read in place,
 chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
@@ -58,11 +62,29 @@ def computed_pairs(call: OperatorCall) -> int:
         return queries * keys * parts
     if parts > 1:
         chunk = queries // 2  # the two chunks of a device have 2 parts - 1 chunks before them
-        own_chunk = chunk * chunk if window is not None and window < chunk else chunk * (chunk + 1) // 2
+        own_chunk = chunk * chunk if window is not None and window < chunk else _causal_pairs(call, chunk)
         return 2 * own_chunk + (2 * parts - 1) * chunk * chunk * (window != 1)
     masked = (window is not None and window < queries) or call.symbols.get(DOCUMENTS_APART, 0) > 0
-    own_pairs = queries * queries if masked else queries * (queries + 1) // 2
+    own_pairs = queries * queries if masked else _causal_pairs(call, queries)
     return own_pairs + queries * _earlier_keys(call, _first_query(call, keys - queries), window)
+
+
+def _causal_pairs(call: OperatorCall, queries: int) -> int:
+    """Return the pairs of queries and their own keys under a causal mask: a triangle, in blocks for capped scores."""
+    if call.attributes.get("softcap") is None:
+        return queries * (queries + 1) // 2
+    blocks, rest = divmod(queries, QUERY_BLOCK)
+    return QUERY_BLOCK * QUERY_BLOCK * (blocks * (blocks + 1) // 2) + rest * queries
+
+
+def _score_bytes(call: OperatorCall, copies: int) -> int:
+    """Return the bytes of that many copies of a block of capped scores, in the wide dtype; 0 for other scores."""
+    if call.attributes.get("softcap") is None:
+        return 0
+    q, k = call.inputs[0], call.inputs[1]
+    assert q is not None and k is not None
+    keys = max(k[1] * _context_parts(call), call.symbols.get("P", 0))
+    return copies * q[0] * q[2] * min(q[1], QUERY_BLOCK) * keys * call.wide_bytes
 
 
 def _first_query(call: OperatorCall, last: int) -> int:
@@ -127,7 +149,7 @@ def _backward_extra(call: OperatorCall) -> int:
         return _mask_bytes(call) + _context_gradients(call)
     if not call.symbols.get("P", 0):
         return _mask_bytes(call)
-    chunk = sum(prod(shape) for shape in call.inputs if shape is not None) * call.compute_bytes
+    chunk = sum(prod(shape) for shape in call.inputs[:3] if shape is not None) * call.compute_bytes
     return _mask_bytes(call) + chunk + prod(call.outputs[0]) * _wider_bytes(call)
 
 
@@ -175,6 +197,9 @@ CONTEXT_PARTS = "context parts"
 DOCUMENTS_APART = "documents apart"
 "The symbol: 1 if masks keep the documents of a row apart."
 
+QUERY_BLOCK = 512
+"""Queries whose capped scores are in memory together."""
+
 EARLIER_SLICES = "earlier slices"
 "The symbol: the number of slices, taken to be of equal length, that form the P earlier tokens; 1 without the symbol."
 
@@ -185,11 +210,12 @@ OPERATORS = (
     OperatorKind(
         kind="attention",
         summary="Grouped-query attention in (rows, tokens, heads, head dim) layout; heads a multiple of groups.",
-        inputs=("q", "k", "v"),
+        inputs=("q", "k", "v", "sinks*"),
         attributes={
             "causal": "query i sees keys j <= i (counted over the whole sequence)",
             "scale": "factor of the scores",
             "window": "null, or the number of last keys that a query sees, itself included: i - window < j <= i",
+            "softcap": "absent, or the number that scores are capped at: softcap tanh(score / softcap)",
             "cut": "of queries that are split along tokens: [1, the first one's place (-1: by shares), all tokens]",
         },
         shapes=same_shape,
@@ -198,8 +224,8 @@ OPERATORS = (
         saves=_saved_values,
         read_later=(1, 2),
         own_bytes=_own_bytes,
-        forward_extra=_forward_extra,
-        backward_extra=_backward_extra,
+        forward_extra=lambda call: _forward_extra(call) + _score_bytes(call, 3),
+        backward_extra=lambda call: _backward_extra(call) + _score_bytes(call, 5),
         boundary=True,
         heavy=True,
         is_attention=True,

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from pipefit.model.families.common import TokenLoss, apply_rotary, make_attention, name_layer
+from pipefit.model.families.common import TokenLoss, apply_rotary, name_layer
+from pipefit.model.families.decoder.attention import make_scores
 from pipefit.model.families.decoder.mlp import make_mlp
 from pipefit.model.families.decoder.norms import make_norm, make_qk_norm
 from pipefit.model.families.decoder.options import DecoderOptions
@@ -66,7 +68,7 @@ class DecoderAttention(nn.Module):
         self.o_proj = nn.Linear(heads * dim, options.hidden_size, bias=options.output_bias)
         self.q_norm = make_qk_norm(options, heads)
         self.k_norm = make_qk_norm(options, groups)
-        self.attention = make_attention(options.scale, options.windows[layer])
+        self.attention = make_scores(options, layer)
         self.norm_first = options.qk_norm == "projection"
         self.head_dim = dim
         self.rotary = options.rotary[layer]
@@ -123,10 +125,11 @@ class DecoderHead(nn.Module):
         super().__init__()
         self.norm = make_norm(options)
         self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False)
-        self.scale = options.logit_scale
+        self.scale, self.softcap = options.logit_scale, options.logit_softcap
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(scale_tensor(self.norm(x), self.scale))
+        logits_BTV = self.lm_head(scale_tensor(self.norm(x), self.scale))
+        return logits_BTV if not self.softcap else torch.tanh(logits_BTV / self.softcap) * self.softcap
 
 
 def build(config: DecoderSource) -> list[nn.Module]:
@@ -156,7 +159,10 @@ def make_dropout(probability: float) -> nn.Module:
 
 
 def _name_block(block: DecoderBlock, index: int) -> nn.Module:
-    """Name a layer and its parameters. The routed experts beside a shared one are named as those of other layers."""
+    """Name a layer and its parameters. The routed experts beside a shared one are named like experts without one."""
     prefix = f"model.layers.{index}."
-    names = {local: prefix + local.replace("mlp.routed.", "mlp.") for local, _ in block.named_parameters()}
+    names = {
+        local: prefix + local.replace("mlp.routed.", "mlp.").replace("attention.sinks", "sinks")
+        for local, _ in block.named_parameters()
+    }
     return name_layer(block, f"layers.{index}", prefix, names)

@@ -27,6 +27,13 @@ class DecoderConfig:
     names: StoredNames
     initializer_range: float
 
+    @property
+    def rotary(self) -> list[Mapping[str, Any]]:
+        """The different attributes of rotary operators in the layers, exactly as configured."""
+        return [
+            angles for i, angles in enumerate(self.decoder.rotary) if angles and angles not in self.decoder.rotary[:i]
+        ]
+
     def to_config(self) -> dict[str, Any]:
         return dict(self.fields)
 

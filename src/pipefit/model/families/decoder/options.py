@@ -60,6 +60,11 @@ class DecoderOptions:
     "Per layer: the attributes of the rotary operator, or None for a layer without positions."
     windows: tuple[int | None, ...]
     "Per layer: the sliding window, or None."
+    softcap: float = 0.0
+    "Cap of the attention scores s: softcap tanh(s / softcap); 0: none."
+    logit_softcap: float = 0.0
+    sinks: bool = False
+    "Whether each head has the score of one more key, with the value zero, as a parameter."
     norm_places: Literal["before", "after", "both"] = "before"
     "Norms before attention and MLP, or of their results before these are added to the residual stream."
     parallel: bool = False
