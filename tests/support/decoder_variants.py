@@ -74,4 +74,9 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 10, "sliding_window": 5, "rope_theta": 1e6, "rope_local_base_freq": 5e3,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gpt_oss": _RMS | {
+        "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5,
+        "intermediate_size": 24, "swiglu_limit": 1.5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 16},
+    },
 }  # fmt: skip

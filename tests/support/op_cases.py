@@ -105,6 +105,50 @@ def _moe(top: int, normalize: bool, activation: Callable[[Any], Any]) -> Callabl
     return plain
 
 
+def _clamped_moe(top: int, gain: float, limit: float) -> Callable[..., Any]:
+    """One token at a time: biases everywhere, and a clamped gate."""
+
+    def plain(x: Any, router: Any, gate_up: Any, down: Any, bias: Any, gate_up_bias: Any, down_bias: Any) -> Any:
+        inner = down.shape[2]
+        rows = []
+        for token in x.reshape(-1, x.shape[-1]):
+            scores = router @ token + bias
+            chosen = scores.argsort(descending=True)[:top]
+            y = 0
+            for weight, expert in zip(scores[chosen].softmax(0), chosen.tolist(), strict=True):
+                both = gate_up[expert] @ token + gate_up_bias[expert]
+                gate = torch.where(both[:inner] > limit, limit, both[:inner])
+                up = torch.where(both[inner:].abs() > limit, limit * both[inner:].sign(), both[inner:])
+                h = gate / (1 + torch.exp(-gain * gate)) * (up + 1)
+                y = y + weight * (down[expert] @ h + down_bias[expert])
+            rows.append(y)
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
+def _grouped_moe(top: int, groups: int, open_groups: int, scale: float) -> Callable[..., Any]:
+    """One token at a time: sigmoid scores, and experts of the groups with the largest sum of two scores."""
+
+    def plain(x: Any, router: Any, gate_up: Any, down: Any) -> Any:
+        inner, size = down.shape[2], len(router) // groups
+        rows = []
+        for token in x.reshape(-1, x.shape[-1]):
+            scores = 1 / (1 + torch.exp(-(router @ token)))
+            ranked = sorted(range(groups), key=lambda g: -sum(sorted(scores[g * size : (g + 1) * size].tolist())[-2:]))
+            experts = [expert for g in ranked[:open_groups] for expert in range(g * size, (g + 1) * size)]
+            chosen = sorted(experts, key=lambda expert: -float(scores[expert]))[:top]
+            y = 0
+            for expert in chosen:
+                both = gate_up[expert] @ token
+                h = both[:inner] * torch.sigmoid(both[:inner]) * both[inner:]
+                y = y + scale * scores[expert] / scores[chosen].sum() * (down[expert] @ h)
+            rows.append(y)
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
 def _gelu_tanh(x: Any) -> Any:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -139,6 +183,24 @@ def _moe_case(top: int, normalize: bool, activation: str) -> OperatorExample:
     attributes = {"experts": 5, "top_k": top, "normalize": normalize, "activation": activation}
     plain = _moe(top, normalize, _gelu if activation == "gelu" else lambda x: x * torch.sigmoid(x))
     return make_example("moe", _EXPERTS, plain, attributes, frozenset(("router", "gate_up", "down")))
+
+
+def _clamped_moe_case() -> OperatorExample:
+    names = ["router_bias", "gate_up_bias", "down_bias"]
+    attributes = {
+        "experts": 5, "top_k": 2, "normalize": True, "activation": "silu", "more": names, "clamp": [1.5, 0.6],
+    }  # fmt: skip
+    inputs = {**_EXPERTS, "router_bias": (5,), "gate_up_bias": (5, 16), "down_bias": (5, 10)}
+    return make_example("moe", inputs, _clamped_moe(2, 1.5, 0.6), attributes, frozenset(inputs) - {"x"})
+
+
+def _grouped_moe_case() -> OperatorExample:
+    attributes = {
+        "experts": 6, "top_k": 3, "normalize": True, "activation": "silu", "scores": "sigmoid", "groups": [3, 2, 2],
+        "weight_scale": 2.5,
+    }  # fmt: skip
+    inputs = {"x": X, "router": (6, 10), "gate_up": (6, 16, 10), "down": (6, 10, 8)}
+    return make_example("moe", inputs, _grouped_moe(3, 3, 2, 2.5), attributes, frozenset(inputs) - {"x"})
 
 
 def _aten_case(
@@ -208,6 +270,8 @@ CASES: list[OperatorExample] = [
     _attention_case(causal=True, scale=0.3, window=None),
     _attention_case(causal=False, scale=0.5, window=None),
     _attention_case(causal=True, scale=0.5, window=3),
+    _clamped_moe_case(),
+    _grouped_moe_case(),
     _moe_case(2, True, "silu"),
     _moe_case(3, False, "gelu"),
     *_binary("add", lambda a, b: a + b),

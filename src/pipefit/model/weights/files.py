@@ -115,11 +115,13 @@ class WeightFiles:
             return self._where[spelled].get_tensor(spelled)
         if block.rows is not None:
             return _read_rows(handle, block.rows, box)
+        if block.alternating:
+            part = _alternate_rows(handle[_box_index(box[:1])].transpose(1, -1 if block.transposed else 1), merge=True)
+            return part[(slice(None), *_box_index(box[1:]))].contiguous()
         if block.heads or block.shape:
             return _reordered_tensor(block, self._where[spelled].get_tensor(spelled), shape)[_box_index(box)]
-        ranges = list(reversed(box)) if block.transposed else list(box)
-        part = handle[_box_index(ranges)]
-        return part.t().contiguous() if block.transposed else part
+        part = handle[_box_index([*box[:-2], box[-1], box[-2]] if block.transposed else box)]
+        return part.transpose(-1, -2).contiguous() if block.transposed else part
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -224,7 +226,8 @@ def _stored_piece(block: WeightTensor, tensor: Tensor) -> Tensor:
     """Return the part of a parameter that a stored tensor holds, as it is in the file, in memory of its own."""
     piece = tensor[_as_index(block)] if block.index else tensor
     piece = _order_rows(piece, (block.heads, 3)) if block.heads else piece
-    piece = (piece.t() if block.transposed else piece).to("cpu", copy=True).contiguous()
+    piece = _alternate_rows(piece, merge=False) if block.alternating else piece
+    piece = (piece.transpose(-1, -2) if block.transposed else piece).to("cpu", copy=True).contiguous()
     return piece.reshape(block.shape) if block.shape else piece
 
 
@@ -232,7 +235,9 @@ def _stored_shape(block: WeightTensor, shape: Sequence[int]) -> list[int]:
     """Return the shape in the file of the tensor that holds a parameter or a part of it with this shape."""
     if block.rows is not None:
         return [block.rows.groups * block.rows.size, *shape[1:]]
-    return list(block.shape or (reversed(shape) if block.transposed else shape))
+    if block.transposed:
+        return [*shape[:-2], shape[-1], shape[-2]]
+    return list(block.shape or shape)
 
 
 def _read_rows(handle: Any, rows: RowParts, box: Box) -> Tensor:
@@ -255,6 +260,12 @@ def _reordered_tensor(block: WeightTensor, stored: Tensor, shape: Sequence[int])
     if block.heads:
         return _order_rows(stored.t() if block.transposed else stored, (3, block.heads))
     return stored.reshape(tuple(shape))
+
+
+def _alternate_rows(tensor: Tensor, merge: bool) -> Tensor:
+    """Return stacked experts (E, 2F, ...) whose second dimension alternates between two halves with these halves one
+    behind the other (`merge`), or the reverse."""
+    return tensor.unflatten(1, (-1, 2) if merge else (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _order_rows(tensor: Tensor, groups: tuple[int, int]) -> Tensor:

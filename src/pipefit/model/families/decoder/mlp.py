@@ -57,6 +57,4 @@ def make_mlp(options: DecoderOptions, layer: int) -> nn.Module:
 
 def make_moe(options: DecoderOptions, experts: ExpertOptions) -> MoELayer:
     """Return a mixture of routed experts."""
-    return MoELayer(
-        options.hidden_size, experts.size, experts.experts, experts.top_k, experts.normalize, options.activation
-    )
+    return MoELayer(options.hidden_size, experts, options.activation)

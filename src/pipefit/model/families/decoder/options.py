@@ -34,6 +34,17 @@ class ExpertOptions:
     "Whether the weights of the selected experts are divided by their sum."
     layers: tuple[int, ...]
     "Indices of the layers that have experts."
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    "Function of the router's logits."
+    groups: tuple[int, int, int] | None = None
+    "Groups of experts, groups that a token selects, and the number of best scores whose sum is a group's."
+    correction: bool = False
+    "Whether a vector that is not trained is added to the scores by which experts are selected."
+    biases: bool = False
+    "Of the router and of both projections of the experts."
+    clamp: tuple[float, float] | None = None
+    "Gain and limit of a clamped gate, g sigmoid(gain g) (u + 1), in place of the activation."
+    weight_scale: float = 1.0
     shared_size: int = 0
     "Features of an expert that sees every token; 0: there is none."
     shared_gate: bool = False

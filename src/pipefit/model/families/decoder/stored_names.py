@@ -28,6 +28,8 @@ class StoredNames:
     "Module of a layer -> name in the file of the module that holds it among others, and its rows there."
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     "The projections of an expert."
+    stacked_experts: bool = False
+    "Whether the file has all experts in one tensor, (E, in, out), whose columns alternate between gate and up."
 
     def find_tensors(self, name: str, options: DecoderOptions) -> tuple[WeightTensor, ...]:
         """Return the tensors of the files that hold a parameter."""
@@ -45,6 +47,9 @@ class StoredNames:
         """Return the tensors of a layer's experts, one a projection and expert."""
         assert options.experts is not None
         count, size = options.experts.experts, options.experts.size
+        if self.stacked_experts:
+            alternating = end.startswith("gate_up_proj")
+            return (WeightTensor(f"{module}.{end}", transposed=not end.endswith("bias"), alternating=alternating),)
         gate, up, down = self.experts
         if end == "down_proj":
             return tuple(WeightTensor(f"{module}.{e}.{down}.weight", (e,)) for e in range(count))
