@@ -29,6 +29,10 @@ _FALCON = {key: value for key, value in _SMALL.items() if key not in ("intermedi
 _OPT = {key: value for key, value in _SMALL.items() if key not in ("intermediate_size", "num_key_value_heads")} | {
     "model_type": "opt", "ffn_dim": 80, "init_std": 0.2, "dropout": 0.0, "word_embed_proj_dim": 48,
 }  # fmt: skip
+_LATENT = _RMS | {
+    "num_key_value_heads": 6, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 7, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 _COHERE = _SMALL | {"layer_norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.25}
 
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {
@@ -78,5 +82,24 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5,
         "intermediate_size": 24, "swiglu_limit": 1.5,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 16},
+    },
+    "deepseek_v2": _LATENT | {
+        "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "n_shared_experts": 2,
+    },
+    "deepseek_v2-lite": _LATENT | {
+        "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+    "deepseek_v3": _LATENT | {
+        "model_type": "deepseek_v3", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "mscale": 0.8, "mscale_all_dim": 0.9, "original_max_position_embeddings": 16,
+        },
+    },
+    "glm4_moe": _RMS | {
+        "model_type": "glm4_moe", "head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True,
+        "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True,
     },
 }  # fmt: skip

@@ -174,6 +174,11 @@ def _attention_case(**attributes: Any) -> OperatorExample:
     return make_example("attention", _HEADS, _attention(**attributes), attributes)
 
 
+def _short_values_case(**attributes: Any) -> OperatorExample:
+    inputs = {**_HEADS, "v": (*_HEADS["v"][:3], 3)}
+    return make_example("attention", inputs, _attention(**attributes), attributes)
+
+
 def _sink_case(**attributes: Any) -> OperatorExample:
     inputs = {**_HEADS, "sinks": (_HEADS["q"][2],)}
     return make_example("attention", inputs, _attention(**attributes), attributes, frozenset(("sinks",)))
@@ -265,6 +270,8 @@ CASES: list[OperatorExample] = [
     _rotary_case("interleaved", 8),
     _attention_case(causal=True, scale=0.3, window=None, softcap=0.5),
     _attention_case(causal=True, scale=0.3, window=3, softcap=0.5),
+    _short_values_case(causal=True, scale=0.3, window=None),
+    _short_values_case(causal=True, scale=0.3, window=3),
     _sink_case(causal=True, scale=0.3, window=None),
     _sink_case(causal=True, scale=0.3, window=3, softcap=0.5),
     _attention_case(causal=True, scale=0.3, window=None),

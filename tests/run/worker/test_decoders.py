@@ -56,6 +56,7 @@ def test_two_processes_train_as_one_does(gloo_pool: Any, name: str, layout: str)
     result = gloo_pool.run(cases.run_steps, planned, model, plans.VOCABULARY, ranks=2)[0]
     loss, gradients = reference(name)
     assert result["steps"][0][0] == pytest.approx(loss, rel=1e-12)
+    gradients = {parameter: gradient for parameter, gradient in gradients.items() if gradient is not None}
     assert set(result["gradients"]) == set(gradients)
     for parameter, gradient in gradients.items():
         expected = gradient.numpy()

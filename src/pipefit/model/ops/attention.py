@@ -2,6 +2,8 @@
 h // (H/G). With `softcap` c (Gemma 2) scores s become c tanh(s / c). Sinks (gpt-oss) are scores of one more key for
 each head, with the value zero.
 
+Values may have fewer features than keys, as in latent attention; kernels of equal sizes then take padded values.
+
 Saves q, k, v, o and the log-sum-exp of the scores (B*H*T, float32 or wider), as FlashAttention does (Dao et al., 2022).
 FLOPs: two products forward and four backward over the full square of queries and keys, whatever the mask. The
 recomputed scores of a flash kernel are not counted. This is the convention of FlopCounterMode and of the MFU of PaLM
@@ -28,28 +30,55 @@ keys and values that its queries see.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
-from pipefit.model.graph import Operator
-from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind, same_shape
+from pipefit.model.graph import Operator, Shape
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
 def _count_flops(call: OperatorCall) -> Flops:
     q, k = call.inputs[0], call.inputs[1]
     assert q is not None and k is not None
-    rows, queries, heads, dim = q
+    rows, queries, heads, _ = q
     keys = k[1] * _context_parts(call) + call.symbols.get("P", 0)
-    product = 2 * rows * heads * queries * keys * dim
-    return Flops(2 * product, 4 * product, 0)
+    pairs = 2 * rows * heads * queries * keys
+    key_size, value_size = _head_sizes(call)
+    return Flops(pairs * (key_size + value_size), 2 * pairs * (key_size + value_size), 0)
 
 
 def _count_executed_flops(call: OperatorCall) -> Flops:
     q = call.inputs[0]
     assert q is not None
-    rows, _, heads, dim = q
-    product = 2 * rows * heads * dim * computed_pairs(call)
-    return Flops(2 * product, 5 * product, 0)
+    rows, _, heads, _ = q
+    pairs = 2 * rows * heads * computed_pairs(call)
+    key_size, value_size = _head_sizes(call)
+    return Flops(pairs * (key_size + value_size), pairs * (3 * key_size + 2 * value_size), 0)
+
+
+def _head_sizes(call: OperatorCall) -> tuple[int, int]:
+    """Return the features of a head of keys and of values."""
+    k, v = call.inputs[1], call.inputs[2]
+    assert k is not None and v is not None
+    return k[3], v[3]
+
+
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    q, v = inputs[0], inputs[2]
+    assert q is not None and v is not None
+    return ((*q[:-1], v[-1]),)
+
+
+def _padded_bytes(call: OperatorCall, copies: int) -> int:
+    """Return the bytes of values, and of `copies` tensors like the result, padded to the features of keys. The kernels
+    take heads of one size."""
+    key_size, value_size = _head_sizes(call)
+    if key_size == value_size:
+        return 0
+    v = call.inputs[2]
+    assert v is not None
+    return (prod(v) + copies * prod(call.outputs[0])) * key_size // value_size * call.compute_bytes
 
 
 def computed_pairs(call: OperatorCall) -> int:
@@ -218,14 +247,14 @@ OPERATORS = (
             "softcap": "absent, or the number that scores are capped at: softcap tanh(score / softcap)",
             "cut": "of queries that are split along tokens: [1, the first one's place (-1: by shares), all tokens]",
         },
-        shapes=same_shape,
+        shapes=_output_shapes,
         flops=_count_flops,
         executed_flops=_count_executed_flops,
         saves=_saved_values,
         read_later=(1, 2),
         own_bytes=_own_bytes,
-        forward_extra=lambda call: _forward_extra(call) + _score_bytes(call, 3),
-        backward_extra=lambda call: _backward_extra(call) + _score_bytes(call, 5),
+        forward_extra=lambda call: _forward_extra(call) + _score_bytes(call, 3) + _padded_bytes(call, 1),
+        backward_extra=lambda call: _backward_extra(call) + _score_bytes(call, 5) + _padded_bytes(call, 3),
         boundary=True,
         heavy=True,
         is_attention=True,

@@ -263,8 +263,8 @@ def _reordered_tensor(block: WeightTensor, stored: Tensor, shape: Sequence[int])
 
 
 def _alternate_rows(tensor: Tensor, merge: bool) -> Tensor:
-    """Return stacked experts (E, 2F, ...) whose second dimension alternates between two halves with these halves one
-    behind the other (`merge`), or the reverse."""
+    """Return stacked experts (E, 2F, ...), whose second dimension alternates between two halves, with the first half in
+    front (`merge`), or the reverse."""
     return tensor.unflatten(1, (-1, 2) if merge else (2, -1)).transpose(1, 2).flatten(1, 2)
 
 

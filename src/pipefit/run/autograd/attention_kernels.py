@@ -53,8 +53,10 @@ class AttentionKernel(NamedTuple):
 def attend_forward(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out (B, T, H, K) in the type of q, log-sum-exp of the scaled and masked scores)."""
-    return _kernel_for(q, k, call, mask).forward(call, q, k, v, mask)
+    """Return (out (B, T, H, features of v) in the type of q, log-sum-exp of the scaled and masked scores)."""
+    size = v.shape[3]
+    out, lse = _kernel_for(q, k, call, mask).forward(call, q, k, _pad_features(v, q), mask)
+    return out[..., :size], lse
 
 
 def attend_backward(
@@ -69,8 +71,16 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return these keys' addends to (dq, dk, dv); `out` and `lse` are those over all keys that the queries attend
     to."""
+    size = v.shape[3]
+    dy, v, out = (_pad_features(x, q) for x in (dy, v, out))
     dq, dk, dv = _kernel_for(q, k, call, mask).backward(call, dy, q, k, v, out, lse, mask)
-    return dq, dk, dv
+    return dq, dk, dv[..., :size]
+
+
+def _pad_features(x: Tensor, q: Tensor) -> Tensor:
+    """Return x padded to the features of q. The kernels take heads of one size, and zeros change nothing."""
+    missing = q.shape[3] - x.shape[3]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _kernel_for(q: Tensor, k: Tensor, call: AttentionCall, mask: Tensor | None) -> AttentionKernel:

@@ -124,7 +124,9 @@ def forward_over(
     """Return (result, log-sum-exp) of the slice's queries over their own chunk and the visible earlier chunks. `sinks`
     (H,) are scores of a further key for each head, whose value is zero."""
     if not q.shape[1]:
-        return q.clone(), q.new_empty((q.shape[0], q.shape[2], 0), dtype=statistics_dtype(q.dtype))
+        return q[..., : past.chunks[record.slice][1].shape[3]].clone(), q.new_empty(
+            (q.shape[0], q.shape[2], 0), dtype=statistics_dtype(q.dtype)
+        )
     runs = key_runs(past, record, q, sees)
     own_run = next(runs)
     out, lse = attend_forward(sees.call_kernel(own_run.causal), q, *run_keys(past, own_run), own_run.mask)

@@ -69,6 +69,7 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
     softcap = operator.attributes.get("softcap")
     sees = AttentionSpec(scale, window, context.shard, None if first < 0 else first, softcap)
     causal = bool(operator.attributes.get("causal", True))
+    needs_own_kernel = softcap is not None or (split and causal)
     cache_key = (context.layer, context.operator)
 
     def run_attention(
@@ -77,20 +78,18 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
         past = KeyValueCache()
         if not q.shape[1] and record.past is None:  # keys still have zero gradients: other devices wait for them
             rest = k.sum() + v.sum() if sinks is None else k.sum() + v.sum() + sinks.sum()
-            return q + 0.0 * rest
+            return q[..., : v.shape[3]] + 0.0 * rest
         if record.past is not None:
             past = record.past.setdefault(cache_key, past)
         elif (
-            sinks is None
-            and softcap is None
-            and (
-                not (split and causal)
-                and record.feed.document_bounds[1] == 0
-                and (window is None or window >= q.shape[1])
-            )
+            not needs_own_kernel
+            and sinks is None
+            and q.shape[3] == v.shape[3]
+            and record.feed.document_bounds[1] == 0
+            and (window is None or window >= q.shape[1])
         ):
             return attend_whole(q, k, v, causal, scale)
-        assert causal, "only causal attention can be cut, masked or capped, or have sinks"
+        assert causal, "only causal attention can be cut, masked or capped, or have sinks or short values"
         past.put_keys(record.slice, k, v)
         if torch.is_grad_enabled():
             return _AttentionFunction.apply(q, k, v, sinks, (past, record), sees)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipefit.model.families.common import TokenLoss, apply_rotary, name_layer
 from pipefit.model.families.decoder.attention import make_scores
+from pipefit.model.families.decoder.latent import LatentAttention
 from pipefit.model.families.decoder.mlp import make_mlp
 from pipefit.model.families.decoder.norms import make_norm, make_qk_norm
 from pipefit.model.families.decoder.options import DecoderOptions
@@ -95,7 +96,7 @@ class DecoderBlock(nn.Module):
         before, after = options.norm_places != "after", options.norm_places != "before"
         own_norm = before and not (options.parallel and options.parallel_norms == 1)
         self.input_layernorm = make_norm(options) if before else nn.Identity()
-        self.self_attn = DecoderAttention(options, layer)
+        self.self_attn = LatentAttention(options, layer) if options.latent else DecoderAttention(options, layer)
         self.post_attention_layernorm = make_norm(options) if own_norm else nn.Identity()
         self.mlp = make_mlp(options, layer)
         self.attention_output_norm = make_norm(options) if after else nn.Identity()

@@ -43,7 +43,7 @@ class DecoderConfig:
     def initial(self, name: str) -> InitialValue:
         if name.endswith("norm.weight"):
             return InitialValue("zeros" if self.decoder.norm.offset else "ones")
-        return InitialValue("zeros") if name.endswith(".bias") else InitialValue("normal", self.initializer_range)
+        return InitialValue("zeros") if name.endswith("bias") else InitialValue("normal", self.initializer_range)
 
 
 def finish_config(

@@ -52,6 +52,22 @@ class ExpertOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentOptions:
+    """Latent attention: keys, values and by options queries are projected from short vectors."""
+
+    rank: int
+    "Features of the short vector of keys and values."
+    query_rank: int
+    "Features of the short vector of queries; 0: they are projected at once."
+    plain_size: int
+    "Features of a head of queries and keys without positions."
+    rotary_size: int
+    value_size: int
+    eps: float
+    "Of the norms of the short vectors."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
     """One model. The defaults are Llama's."""
 
@@ -91,6 +107,8 @@ class DecoderOptions:
     gated: bool = True
     "Whether the MLP is down(activation(gate(x)) * up(x)) instead of down(activation(up(x)))."
     experts: ExpertOptions | None = None
+    latent: LatentOptions | None = None
+    "Instead of projections to queries, keys and values."
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     "Factor of each branch that is added to the residual stream."
