@@ -102,4 +102,8 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "glm4_moe", "head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True,
         "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True,
     },
+    "bloom": {
+        "model_type": "bloom", "vocab_size": 61, "hidden_size": 48, "n_layer": 2, "n_head": 6, "initializer_range": 0.2,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    },
 }  # fmt: skip

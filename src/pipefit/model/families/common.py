@@ -68,7 +68,7 @@ def apply_rotary(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]
     """Rotary embedding of the first `dim` features of each head (rotary operator): feature i is paired with feature
     i + dim/2 in style `half`, feature 2i with 2i + 1 in style `interleaved`."""
     values, factor = rotary_frequencies(rotary)
-    frequency_P = _constant_vector(tuple(values), statistics_dtype(x_BTHK.dtype), x_BTHK.device)
+    frequency_P = constant_vector(tuple(values), statistics_dtype(x_BTHK.dtype), x_BTHK.device)
     angle_BTP = positions_BT.unsqueeze(-1).to(frequency_P.dtype) * frequency_P
     halves = rotary["style"] == "half"
     angle_BT1K = (torch.cat((angle_BTP, angle_BTP), dim=-1) if halves else angle_BTP).unsqueeze(2)
@@ -86,7 +86,7 @@ def apply_rotary(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]
     return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
 
 
-def _constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant vector, cached per device outside of export and compilation."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return torch.tensor(values, dtype=dtype).to(device)

@@ -1,16 +1,17 @@
-"""Attention with capped scores or sinks, in plain products.
+"""Attention with capped scores, sinks or slopes of positions, in plain products.
 
 Shape suffixes: B rows, T tokens, H heads, G key/value heads, R heads a key/value head, K features of a head.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.model.families.common import OperatorModule, make_attention, statistics_dtype
+from pipefit.model.families.common import OperatorModule, constant_vector, make_attention, statistics_dtype
 from pipefit.model.families.decoder.options import DecoderOptions
 
 
@@ -46,6 +47,35 @@ class ScoreAttention(OperatorModule):
             scores = torch.cat((scores, more.expand(*scores.shape[:-1], 1)), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., :tokens].to(v_BTGK.dtype)
         return torch.einsum("bgrts,bsgk->btgrk", weights, v_BTGK).flatten(2, 3)
+
+
+class AlibiFeatures(nn.Module):
+    """One more feature of queries and keys, so that their product is slope * position of the key (ALiBi, Press et al.,
+    2022). A softmax is not changed by the position of the query, so the distance is not needed."""
+
+    def __init__(self, heads: int, scale: float) -> None:
+        super().__init__()
+        self.values = tuple(slope / scale for slope in alibi_slopes(heads))
+
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        slope_H = constant_vector(
+            self.values, torch.float64, q_BTHK.device
+        )  # cast last, so that a graph has all digits
+        slope_BTH1 = slope_H[None, None, :, None].expand(*q_BTHK.shape[:2], -1, -1).to(q_BTHK.dtype)
+        place_BTG1 = positions_BT.to(k_BTGK.dtype)[:, :, None, None].expand(-1, -1, k_BTGK.shape[2], -1)
+        return torch.cat((q_BTHK, slope_BTH1), dim=-1), torch.cat((k_BTGK, place_BTG1), dim=-1)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return the slope of each head: powers of 2^(-8/n) for n heads, n a power of two. Further heads take every second
+    slope of twice as many heads."""
+    power = 2 ** math.floor(math.log2(heads))
+    base = 2.0 ** -(2.0 ** -(math.log2(power) - 3))
+    slopes = [base**i for i in range(1, power + 1)]
+    if power < heads:
+        wider = 2.0 ** -(2.0 ** -(math.log2(2 * power) - 3))
+        slopes += [wider**i for i in range(1, 2 * (heads - power) + 1, 2)]
+    return slopes
 
 
 def make_scores(options: DecoderOptions, layer: int) -> nn.Module:

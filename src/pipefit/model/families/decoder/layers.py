@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.model.families.common import TokenLoss, apply_rotary, name_layer
-from pipefit.model.families.decoder.attention import make_scores
+from pipefit.model.families.decoder.attention import AlibiFeatures, make_scores
 from pipefit.model.families.decoder.latent import LatentAttention
 from pipefit.model.families.decoder.mlp import make_mlp
 from pipefit.model.families.decoder.norms import make_norm, make_qk_norm
@@ -37,10 +37,11 @@ class DecoderEmbed(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size)
         self.scale = options.embedding_scale
+        self.embedding_norm = make_norm(options) if options.embedding_norm else nn.Identity()
         self.dropout = make_dropout(options.embedding_dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.dropout(scale_tensor(self.embed_tokens(tokens), self.scale))
+        return self.dropout(self.embedding_norm(scale_tensor(self.embed_tokens(tokens), self.scale)))
 
 
 class PositionEmbed(DecoderEmbed):
@@ -54,7 +55,7 @@ class PositionEmbed(DecoderEmbed):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         places = positions + self.offset if self.offset else positions
         x_BTD = scale_tensor(self.embed_tokens(tokens), self.scale) + self.embed_positions(places)
-        return self.dropout(x_BTD)
+        return self.dropout(self.embedding_norm(x_BTD))
 
 
 class DecoderAttention(nn.Module):
@@ -70,6 +71,7 @@ class DecoderAttention(nn.Module):
         self.q_norm = make_qk_norm(options, heads)
         self.k_norm = make_qk_norm(options, groups)
         self.attention = make_scores(options, layer)
+        self.position_scores = AlibiFeatures(heads, options.scale) if options.alibi else None
         self.norm_first = options.qk_norm == "projection"
         self.head_dim = dim
         self.rotary = options.rotary[layer]
@@ -80,6 +82,8 @@ class DecoderAttention(nn.Module):
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         if self.rotary is not None:
             q_BTHK, k_BTGK = (apply_rotary(t, positions_BT, self.rotary) for t in (q_BTHK, k_BTGK))
+        if self.position_scores is not None:
+            q_BTHK, k_BTGK = self.position_scores(q_BTHK, k_BTGK, positions_BT)
         return self.o_proj(self.attention(q_BTHK, k_BTGK, v_BTGK).flatten(-2))
 
     def _split_heads(self, projected: Tensor, norm: nn.Module) -> Tensor:

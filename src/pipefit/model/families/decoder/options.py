@@ -101,6 +101,8 @@ class DecoderOptions:
     qk_norm: Literal["none", "head", "each_head", "projection"] = "none"
     """Norms of queries and keys: one over the features of a head, with equal weights for all heads or with weights for
     each, or one over all features of the projection."""
+    alibi: bool = False
+    "Whether scores grow with the position of the key, by a slope for each head (Press et al., 2022)."
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -110,6 +112,7 @@ class DecoderOptions:
     latent: LatentOptions | None = None
     "Instead of projections to queries, keys and values."
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     residual_scale: float = 1.0
     "Factor of each branch that is added to the residual stream."
     logit_scale: float = 1.0
