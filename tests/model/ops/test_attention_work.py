@@ -14,7 +14,15 @@ import torch
 from pipefit.layout import split_by_shares
 from pipefit.model.analysis.totals import executed_flops, graph_flops
 from pipefit.model.graph import Graph, Operator, TensorSpec
-from pipefit.model.ops.attention import EARLIER_SLICES, FIRST_QUERY, QUERY_BLOCK, computed_pairs
+from pipefit.model.ops import KINDS
+from pipefit.model.ops.attention import (
+    BACKWARD_SCORE_PASSES,
+    EARLIER_SLICES,
+    FIRST_QUERY,
+    FORWARD_SCORE_PASSES,
+    QUERY_BLOCK,
+    computed_pairs,
+)
 from pipefit.model.ops.kind import OperatorCall
 from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, key_runs
 
@@ -148,3 +156,12 @@ def test_capped_scores_are_computed_in_blocks_of_queries() -> None:
     assert capped_pairs(queries) == QUERY_BLOCK * (QUERY_BLOCK + 2 * QUERY_BLOCK) + 7 * queries
     assert capped_pairs(queries) > visible_pairs(queries)
     assert capped_pairs(5) == 25
+
+
+def test_the_kernels_of_capped_scores_read_and_write_them() -> None:
+    call = attention_call(5, 5)
+    traffic = KINDS["attention"].kernel_traffic
+    assert traffic is not None and traffic(call) == (0, 0)
+    capped = replace(call, attributes={**call.attributes, "softcap": 30.0})
+    scores = 4 * 25 * 4  # heads, pairs, bytes
+    assert traffic(capped) == (FORWARD_SCORE_PASSES * scores, BACKWARD_SCORE_PASSES * scores)

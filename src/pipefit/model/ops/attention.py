@@ -116,6 +116,15 @@ def _score_bytes(call: OperatorCall, copies: int) -> int:
     return copies * q[0] * q[2] * min(q[1], QUERY_BLOCK) * keys * call.wide_bytes
 
 
+def _score_traffic(call: OperatorCall) -> tuple[int, int]:
+    """Return the bytes of capped scores that the plain products read and write, forward and backward."""
+    q = call.inputs[0]
+    if call.attributes.get("softcap") is None or q is None:
+        return 0, 0
+    scores = q[0] * q[2] * computed_pairs(call) * call.wide_bytes
+    return FORWARD_SCORE_PASSES * scores, BACKWARD_SCORE_PASSES * scores
+
+
 def _first_query(call: OperatorCall, last: int) -> int:
     """Return the first query of this device, counted from the start of the slice; 0 unless queries are split. The
     default `last` belongs to the device with the last part, the slowest one."""
@@ -229,6 +238,10 @@ DOCUMENTS_APART = "documents apart"
 QUERY_BLOCK = 512
 """Queries whose capped scores are in memory together."""
 
+FORWARD_SCORE_PASSES, BACKWARD_SCORE_PASSES = 16, 30
+"""Reads and writes of a capped score in the plain products: one for each factor and result of the functions in
+`run/autograd/attention_kernels.py`."""
+
 EARLIER_SLICES = "earlier slices"
 "The symbol: the number of slices, taken to be of equal length, that form the P earlier tokens; 1 without the symbol."
 
@@ -250,6 +263,7 @@ OPERATORS = (
         shapes=_output_shapes,
         flops=_count_flops,
         executed_flops=_count_executed_flops,
+        kernel_traffic=_score_traffic,
         saves=_saved_values,
         read_later=(1, 2),
         own_bytes=_own_bytes,
