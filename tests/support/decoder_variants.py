@@ -106,4 +106,8 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "bloom", "vocab_size": 61, "hidden_size": 48, "n_layer": 2, "n_head": 6, "initializer_range": 0.2,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     },
+    "minimax_m2": _RMS | {
+        "model_type": "minimax_m2", "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4,
+        "intermediate_size": 24,
+    },
 }  # fmt: skip

@@ -3,6 +3,8 @@ directories of weights, through the files that both write."""
 
 from __future__ import annotations
 
+import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,17 @@ def test_a_configuration_is_read_again_as_written(name: str) -> None:
     typed = typed_config(described.family, described.config)
     assert typed == typed_config(described.family, typed.to_config())
     assert typed.to_config() == described.config
+
+
+@pytest.mark.parametrize("name", DECODER_VARIANTS)
+def test_a_configuration_that_transformers_writes_gives_the_same_options(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    kwargs = {key: value for key, value in deepcopy(DECODER_VARIANTS[name]).items() if key != "model_type"}
+    AutoConfig.for_model(DECODER_VARIANTS[name]["model_type"], **kwargs).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    ours, theirs = (describe_config(config, name, name) for config in (DECODER_VARIANTS[name], written))
+    assert typed_config(ours.family, ours.config).decoder == typed_config(theirs.family, theirs.config).decoder
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt_neox", "falcon-groups", "glm4"])

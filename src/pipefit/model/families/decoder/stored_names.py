@@ -23,7 +23,7 @@ class StoredNames:
     layers: str = "model.layers"
     "The list of layers."
     modules: Mapping[str, str] = field(default_factory=dict)
-    "Module of a layer, or of the model -> its name in the file."
+    "Module, or parameter, of a layer or of the model -> its name in the file."
     fused: Mapping[str, tuple[str, RowParts]] = field(default_factory=dict)
     "Module of a layer -> name in the file of the module that holds it among others, and its rows there."
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -41,7 +41,8 @@ class StoredNames:
         if layer and module in self.fused:
             stored, rows = self.fused[module]
             return (WeightTensor(f"{prefix}{stored}.{end}", rows=rows),)
-        return (WeightTensor(f"{prefix}{self.modules.get(module, module)}.{end}"),)
+        renamed = f"{self.modules.get(module, module)}.{end}"
+        return (WeightTensor(prefix + self.modules.get(f"{module}.{end}", renamed)),)
 
     def _expert_tensors(self, module: str, end: str, options: DecoderOptions) -> tuple[WeightTensor, ...]:
         """Return the tensors of a layer's experts, one a projection and expert."""
