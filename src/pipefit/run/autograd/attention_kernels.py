@@ -56,7 +56,7 @@ def attend_forward(
     """Return (out (B, T, H, features of v) in the type of q, log-sum-exp of the scaled and masked scores)."""
     size = v.shape[3]
     out, lse = _kernel_for(q, k, call, mask).forward(call, q, k, _pad_features(v, q), mask)
-    return out[..., :size], lse
+    return _cut_features(out, size), lse
 
 
 def attend_backward(
@@ -74,7 +74,12 @@ def attend_backward(
     size = v.shape[3]
     dy, v, out = (_pad_features(x, q) for x in (dy, v, out))
     dq, dk, dv = _kernel_for(q, k, call, mask).backward(call, dy, q, k, v, out, lse, mask)
-    return dq, dk, dv[..., :size]
+    return dq, dk, _cut_features(dv, size)
+
+
+def _cut_features(x: Tensor, size: int) -> Tensor:
+    """Return the first features of x, copied if there are more: a view would keep the zeros alive."""
+    return x if x.shape[3] == size else x[..., :size].contiguous()
 
 
 def _pad_features(x: Tensor, q: Tensor) -> Tensor:
