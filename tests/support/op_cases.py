@@ -18,10 +18,10 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
     return y if bias is None else y + bias
 
 
-def _rms_norm(eps: float) -> Callable[..., Any]:
+def _rms_norm(eps: float, offset: float = 0.0) -> Callable[..., Any]:
     def plain(x: Any, weight: Any) -> Any:
         y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
-        return y if weight is None else y * weight
+        return y if weight is None else y * (offset + weight)
 
     return plain
 
@@ -52,10 +52,10 @@ def _rotary(theta: float, dim: int, style: str) -> Callable[..., Any]:
     return plain
 
 
-def _attention(causal: bool, scale: float, window: int | None) -> Callable[..., Any]:
-    """One query at a time."""
+def _attention(causal: bool, scale: float, window: int | None, softcap: float | None = None) -> Callable[..., Any]:
+    """One query at a time. A sink takes a part of the weights of its head."""
 
-    def plain(q: Any, k: Any, v: Any) -> Any:
+    def plain(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
         repeat = q.shape[2] // k.shape[2]
         rows = []
         for t in range(q.shape[1]):
@@ -64,7 +64,12 @@ def _attention(causal: bool, scale: float, window: int | None) -> Callable[..., 
             heads = []
             for h in range(q.shape[2]):
                 scores = (k[:, first:last, h // repeat] * q[:, t : t + 1, h]).sum(-1) * scale
-                heads.append((scores.softmax(-1).unsqueeze(-1) * v[:, first:last, h // repeat]).sum(1))
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[h].expand(len(scores), 1)), -1)
+                weights = scores.softmax(-1)[:, : last - first].unsqueeze(-1)
+                heads.append((weights * v[:, first:last, h // repeat]).sum(1))
             rows.append(torch.stack(heads, 1))
         return torch.stack(rows, 1)
 
@@ -100,6 +105,50 @@ def _moe(top: int, normalize: bool, activation: Callable[[Any], Any]) -> Callabl
     return plain
 
 
+def _clamped_moe(top: int, gain: float, limit: float) -> Callable[..., Any]:
+    """One token at a time: biases everywhere, and a clamped gate."""
+
+    def plain(x: Any, router: Any, gate_up: Any, down: Any, bias: Any, gate_up_bias: Any, down_bias: Any) -> Any:
+        inner = down.shape[2]
+        rows = []
+        for token in x.reshape(-1, x.shape[-1]):
+            scores = router @ token + bias
+            chosen = scores.argsort(descending=True)[:top]
+            y = 0
+            for weight, expert in zip(scores[chosen].softmax(0), chosen.tolist(), strict=True):
+                both = gate_up[expert] @ token + gate_up_bias[expert]
+                gate = torch.where(both[:inner] > limit, limit, both[:inner])
+                up = torch.where(both[inner:].abs() > limit, limit * both[inner:].sign(), both[inner:])
+                h = gate / (1 + torch.exp(-gain * gate)) * (up + 1)
+                y = y + weight * (down[expert] @ h + down_bias[expert])
+            rows.append(y)
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
+def _grouped_moe(top: int, groups: int, open_groups: int, scale: float) -> Callable[..., Any]:
+    """One token at a time: sigmoid scores, and experts of the groups with the largest sum of two scores."""
+
+    def plain(x: Any, router: Any, gate_up: Any, down: Any) -> Any:
+        inner, size = down.shape[2], len(router) // groups
+        rows = []
+        for token in x.reshape(-1, x.shape[-1]):
+            scores = 1 / (1 + torch.exp(-(router @ token)))
+            ranked = sorted(range(groups), key=lambda g: -sum(sorted(scores[g * size : (g + 1) * size].tolist())[-2:]))
+            experts = [expert for g in ranked[:open_groups] for expert in range(g * size, (g + 1) * size)]
+            chosen = sorted(experts, key=lambda expert: -float(scores[expert]))[:top]
+            y = 0
+            for expert in chosen:
+                both = gate_up[expert] @ token
+                h = both[:inner] * torch.sigmoid(both[:inner]) * both[inner:]
+                y = y + scale * scores[expert] / scores[chosen].sum() * (down[expert] @ h)
+            rows.append(y)
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
 def _gelu_tanh(x: Any) -> Any:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -125,10 +174,38 @@ def _attention_case(**attributes: Any) -> OperatorExample:
     return make_example("attention", _HEADS, _attention(**attributes), attributes)
 
 
+def _short_values_case(**attributes: Any) -> OperatorExample:
+    inputs = {**_HEADS, "v": (*_HEADS["v"][:3], 3)}
+    return make_example("attention", inputs, _attention(**attributes), attributes)
+
+
+def _sink_case(**attributes: Any) -> OperatorExample:
+    inputs = {**_HEADS, "sinks": (_HEADS["q"][2],)}
+    return make_example("attention", inputs, _attention(**attributes), attributes, frozenset(("sinks",)))
+
+
 def _moe_case(top: int, normalize: bool, activation: str) -> OperatorExample:
     attributes = {"experts": 5, "top_k": top, "normalize": normalize, "activation": activation}
     plain = _moe(top, normalize, _gelu if activation == "gelu" else lambda x: x * torch.sigmoid(x))
     return make_example("moe", _EXPERTS, plain, attributes, frozenset(("router", "gate_up", "down")))
+
+
+def _clamped_moe_case() -> OperatorExample:
+    names = ["router_bias", "gate_up_bias", "down_bias"]
+    attributes = {
+        "experts": 5, "top_k": 2, "normalize": True, "activation": "silu", "more": names, "clamp": [1.5, 0.6],
+    }  # fmt: skip
+    inputs = {**_EXPERTS, "router_bias": (5,), "gate_up_bias": (5, 16), "down_bias": (5, 10)}
+    return make_example("moe", inputs, _clamped_moe(2, 1.5, 0.6), attributes, frozenset(inputs) - {"x"})
+
+
+def _grouped_moe_case() -> OperatorExample:
+    attributes = {
+        "experts": 6, "top_k": 3, "normalize": True, "activation": "silu", "scores": "sigmoid", "groups": [3, 2, 2],
+        "weight_scale": 2.5,
+    }  # fmt: skip
+    inputs = {"x": X, "router": (6, 10), "gate_up": (6, 16, 10), "down": (6, 10, 8)}
+    return make_example("moe", inputs, _grouped_moe(3, 3, 2, 2.5), attributes, frozenset(inputs) - {"x"})
 
 
 def _aten_case(
@@ -183,6 +260,7 @@ CASES: list[OperatorExample] = [
     ),
     make_example("rms_norm", {"x": X, "w": (10,)}, _rms_norm(1e-3), {"eps": 1e-3}, frozenset("w")),
     make_example("rms_norm", {"x": X, "w": None}, _rms_norm(1e-3), {"eps": 1e-3}),
+    make_example("rms_norm", {"x": X, "w": (10,)}, _rms_norm(1e-3, 1.0), {"eps": 1e-3, "offset": 1.0}, frozenset("w")),
     make_example(
         "layer_norm", {"x": X, "w": (10,), "b": (10,)}, _layer_norm(1e-3), {"eps": 1e-3}, frozenset(("w", "b"))
     ),
@@ -190,9 +268,17 @@ CASES: list[OperatorExample] = [
     _rotary_case("half", 8),
     _rotary_case("half", 4),
     _rotary_case("interleaved", 8),
+    _attention_case(causal=True, scale=0.3, window=None, softcap=0.5),
+    _attention_case(causal=True, scale=0.3, window=3, softcap=0.5),
+    _short_values_case(causal=True, scale=0.3, window=None),
+    _short_values_case(causal=True, scale=0.3, window=3),
+    _sink_case(causal=True, scale=0.3, window=None),
+    _sink_case(causal=True, scale=0.3, window=3, softcap=0.5),
     _attention_case(causal=True, scale=0.3, window=None),
     _attention_case(causal=False, scale=0.5, window=None),
     _attention_case(causal=True, scale=0.5, window=3),
+    _clamped_moe_case(),
+    _grouped_moe_case(),
     _moe_case(2, True, "silu"),
     _moe_case(3, False, "gelu"),
     *_binary("add", lambda a, b: a + b),

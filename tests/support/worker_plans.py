@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from tests.support.decoder_variants import DECODER_VARIANTS
 from tests.support.worker_cases import SEPARATOR, rows_of
 
 from pipefit.cluster import local_cluster
@@ -59,6 +60,7 @@ CONFIGS = {
     "eight-experts": MIXTRAL | {"num_local_experts": 8, "num_key_value_heads": 4},
     "mistral": MISTRAL,
     "dropout": GPT2 | {"embd_pdrop": 0.2, "resid_pdrop": 0.3},
+    **{name: config | {"vocab_size": 96} for name, config in DECODER_VARIANTS.items()},
 }
 VOCABULARY = 96
 JOB = Job(batch=8, sequence=12, precision="float64", seed=5)

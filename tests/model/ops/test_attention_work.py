@@ -3,6 +3,7 @@ calls of the runtime."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,15 @@ import torch
 from pipefit.layout import split_by_shares
 from pipefit.model.analysis.totals import executed_flops, graph_flops
 from pipefit.model.graph import Graph, Operator, TensorSpec
-from pipefit.model.ops.attention import EARLIER_SLICES, FIRST_QUERY, computed_pairs
+from pipefit.model.ops import KINDS
+from pipefit.model.ops.attention import (
+    BACKWARD_SCORE_PASSES,
+    EARLIER_SLICES,
+    FIRST_QUERY,
+    FORWARD_SCORE_PASSES,
+    QUERY_BLOCK,
+    computed_pairs,
+)
 from pipefit.model.ops.kind import OperatorCall
 from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, key_runs
 
@@ -136,3 +145,23 @@ def test_reported_flops_count_the_square_and_executed_ones_the_triangle() -> Non
     assert (reported.forward, reported.input_gradient) == (2 * product * 24 * 24, 4 * product * 24 * 24)
     assert (executed.forward, executed.input_gradient) == tuple(times * product * visible_pairs(24) for times in (2, 5))
     assert reported.weight_gradient == executed.weight_gradient == 0
+
+
+def test_capped_scores_are_computed_in_blocks_of_queries() -> None:
+    def capped_pairs(queries: int) -> int:
+        call = attention_call(queries, queries)
+        return computed_pairs(replace(call, attributes={**call.attributes, "softcap": 30.0}))
+
+    queries = 2 * QUERY_BLOCK + 7
+    assert capped_pairs(queries) == QUERY_BLOCK * (QUERY_BLOCK + 2 * QUERY_BLOCK) + 7 * queries
+    assert capped_pairs(queries) > visible_pairs(queries)
+    assert capped_pairs(5) == 25
+
+
+def test_the_kernels_of_capped_scores_read_and_write_them() -> None:
+    call = attention_call(5, 5)
+    traffic = KINDS["attention"].kernel_traffic
+    assert traffic is not None and traffic(call) == (0, 0)
+    capped = replace(call, attributes={**call.attributes, "softcap": 30.0})
+    scores = 4 * 25 * 4  # heads, pairs, bytes
+    assert traffic(capped) == (FORWARD_SCORE_PASSES * scores, BACKWARD_SCORE_PASSES * scores)

@@ -129,3 +129,34 @@ def test_heads_are_repeated_where_the_kernel_wants_that(monkeypatch):
     for one, two in zip(attend_backward(call, q, q, k, v, out, lse), native, strict=True):
         assert one.shape == two.shape
         assert torch.allclose(one, two, rtol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["causal", "rectangle", "masked"])
+@pytest.mark.parametrize("features", [8, 5])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_capped_scores_in_blocks_of_queries_are_dense_ones(monkeypatch, kind, features, groups):
+    """Blocks of three queries, the last one of one; values with as many features as keys, or fewer."""
+    monkeypatch.setattr(kernels, "QUERY_BLOCK", 3)
+    tokens, keys, cap = 7, 7 if kind == "causal" else 9, 0.7
+    q, k = draw(2, tokens, 4, 8, seed=1), draw(2, keys, groups, 8, seed=2)
+    v, dy = draw(2, keys, groups, features, seed=3), draw(2, tokens, 4, features, seed=4)
+    banned = torch.zeros(2, 1, tokens, keys, dtype=torch.bool)
+    if kind == "causal":
+        banned |= torch.ones(tokens, keys, dtype=torch.bool).triu(1)
+    mask = None
+    if kind == "masked":
+        banned[1, :, 2:5, 4:] = True
+        mask = torch.zeros(2, 1, tokens, keys, dtype=torch.float64).masked_fill(banned, hidden_score(torch.float64))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(4 // groups, 2) for x in leaves[1:])
+    scores = cap * torch.tanh(torch.einsum("bthk,bshk->bhts", leaves[0], wide_k) * 0.3 / cap)
+    scores = scores.masked_fill(banned, -torch.inf)
+    expected = torch.einsum("bhts,bshk->bthk", scores.softmax(-1), wide_v)
+    gradients = torch.autograd.grad(expected, leaves, dy)
+
+    call = AttentionCall(0.3, kind == "causal", cap)
+    out, lse = attend_forward(call, q, k, v, mask)
+    near(out, expected.detach(), 1e-12)
+    near(lse, scores.logsumexp(-1).detach(), 1e-12)
+    for gradient, reference in zip(attend_backward(call, dy, q, k, v, out, lse, mask), gradients, strict=True):
+        near(gradient, reference, 1e-12)

@@ -11,6 +11,7 @@ from pipefit.cost.compute.kernel_time import PassWork, kernel_time
 from pipefit.cost.compute.shard_exchanges import BACKWARD_COLLECTIVE, OperatorExchanges, operator_exchanges
 from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.model.analysis.narrow_products import QUANTIZED_BYTES, has_narrow_product
+from pipefit.model.analysis.saved import operator_call
 from pipefit.model.analysis.totals import executed_flops, made_from_data, operator_traffic_bytes
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, OperatorKind
@@ -106,8 +107,14 @@ def operator_work(
     casts = (0.0, 0.0, 0.0)
     if precision in NARROW and (has_narrow_product(graph, operator) if narrow is None else narrow):
         casts = _quantized_bytes(graph, operator, symbols)
-    forward = PassWork(flops.forward, traffic, stored, casts[0])
-    input_ = PassWork(flops.input_gradient, back, stored, casts[1]) if _has_input_gradient(graph, operator) else None
+    inner = KINDS[operator.kind].kernel_traffic
+    inside, inside_back = inner(operator_call(graph, operator, symbols, width)) if inner else (0, 0)
+    forward = PassWork(flops.forward, traffic + inside, stored, casts[0])
+    input_ = (
+        PassWork(flops.input_gradient, back + inside_back, stored, casts[1])
+        if _has_input_gradient(graph, operator)
+        else None
+    )
     if not parameters:
         return forward, input_, None
     gradient = 2 * parameters * max(4, width)

@@ -102,7 +102,7 @@ def _convert_cross_entropy(emitter: GraphEmitter, node: Any, args: list[Any], kw
 def _convert_leaf(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     inputs, kind, attributes = args
     names = [emitter.value_name(item) for item in inputs]
-    absent = [""] * (len(KINDS[kind].inputs) - len(names))
+    absent = ["" for name in KINDS[kind].inputs[len(names) :] if not name.endswith("*")]
     return emitter.emit_like(node, kind, [*names, *absent], json.loads(attributes))
 
 
@@ -113,7 +113,8 @@ def _convert_binary(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
         raise UnconvertibleError(f"{kind} with alpha or rounding{line_of(node)}")
     a, b = (_plain_number(emitter, item) for item in args)
     if isinstance(b, (int, float)):
-        return emitter.emit_like(node, kind, (emitter.value_name(a), ""), {"scalar": float(b)})
+        number = b if isinstance(b, int) and emitter.node_dtype(node) == "int64" else float(b)
+        return emitter.emit_like(node, kind, (emitter.value_name(a), ""), {"scalar": number})
     if isinstance(a, (int, float)) and kind in ("add", "mul"):
         return emitter.emit_like(node, kind, (emitter.value_name(b), ""), {"scalar": float(a)})
     if not (hasattr(a, "meta") and hasattr(b, "meta")) or is_number(a.meta["val"]) or is_number(b.meta["val"]):

@@ -79,10 +79,9 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
     key = (family, repr(config), FAMILIES[family].read, find_builder(family))
     if key in _REMEMBERED:
         return _REMEMBERED[key]
-    rotary = getattr(typed, "rotary", None)
-    model = capture_layers(
-        build_layers(family, config), family=family, config=deepcopy(config), rotary=[rotary] if rotary else []
-    )
+    rotary = getattr(typed, "rotary", None) or []
+    candidates = [rotary] if isinstance(rotary, Mapping) else rotary
+    model = capture_layers(build_layers(family, config), family=family, config=deepcopy(config), rotary=candidates)
     check_loss(model)
     if not any(operator.kind == "opaque" for graph in model.graphs.values() for operator in graph.operators):
         while len(_REMEMBERED) >= _MOST_REMEMBERED:

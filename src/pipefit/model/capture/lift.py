@@ -235,7 +235,7 @@ def lift_attention(graph: Graph) -> Graph:
         heads, groups = editor.value_shape(operator.inputs[0])[1], editor.value_shape(operator.inputs[1])[1]
         if isinstance(heads, str) or isinstance(groups, str) or heads % groups:
             continue
-        out_shape = editor.value_shape(swapped[0])
+        out_shape = (*editor.value_shape(swapped[0])[:-1], editor.value_shape(swapped[2])[-1])
         attributes = {**operator.attributes, "window": None}
         inner = editor.insert_operator(
             operator, "attention", tuple(swapped), out_shape, editor.value_dtype(swapped[0]), attributes

@@ -11,6 +11,11 @@ from typing import Any
 OWN_MODULES = "pipefit.model."
 
 FIRST_LABELS = {
+    "DecoderAttention": "Attention",
+    "DecoderBlock": "Block",
+    "DecoderEmbed": "Embed",
+    "DecoderHead": "Head",
+    "DecoderMLP": "MLP",
     "DiffusionBlock": "Block",
     "DiffusionEmbed": "Embed",
     "DiffusionModulation": "Modulation",
@@ -20,11 +25,6 @@ FIRST_LABELS = {
     "GPT2Embed": "Embed",
     "GPT2Head": "Head",
     "GPT2MLP": "MLP",
-    "LlamaAttention": "Attention",
-    "LlamaBlock": "Block",
-    "LlamaEmbed": "Embed",
-    "LlamaHead": "Head",
-    "LlamaMLP": "MLP",
     "MoEExperts": "Experts",
     "MoELayer": "MoE",
     "MoERouter": "Router",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import ModelError, PluginError
-from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, WeightTensor
+from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, RowParts, WeightTensor
 from pipefit.plugins import NamedRegistry, call_name, call_plugin
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "InitialValue",
     "ModelConfig",
     "ModelFamily",
+    "RowParts",
     "WeightTensor",
     "family_of_type",
     "read_family_config",
@@ -68,4 +69,5 @@ def family_of_type(model_type: object) -> ModelFamily | None:
 
 for _info in pkgutil.iter_modules(__path__):
     if _info.ispkg:
-        register_model_family(importlib.import_module(f"{__name__}.{_info.name}.config").FAMILY)
+        for _family in importlib.import_module(f"{__name__}.{_info.name}.config").FAMILIES:
+            register_model_family(_family)

@@ -5,7 +5,6 @@ Shape suffixes: B rows, T tokens, D features, V vocabulary, H heads, G key/value
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -66,22 +65,28 @@ class TokenLoss(nn.Module):
 
 
 def apply_rotary(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]) -> Tensor:
-    """Rotary embedding in style `half`: feature i of a head is paired with feature i + dim/2 (rotary operator)."""
+    """Rotary embedding of the first `dim` features of each head (rotary operator): feature i is paired with feature
+    i + dim/2 in style `half`, feature 2i with 2i + 1 in style `interleaved`."""
     values, factor = rotary_frequencies(rotary)
-    frequency_P = _constant_vector(tuple(values), statistics_dtype(x_BTHK.dtype), x_BTHK.device)
+    frequency_P = constant_vector(tuple(values), statistics_dtype(x_BTHK.dtype), x_BTHK.device)
     angle_BTP = positions_BT.unsqueeze(-1).to(frequency_P.dtype) * frequency_P
-    angle_BT1K = torch.cat((angle_BTP, angle_BTP), dim=-1).unsqueeze(2)
+    halves = rotary["style"] == "half"
+    angle_BT1K = (torch.cat((angle_BTP, angle_BTP), dim=-1) if halves else angle_BTP).unsqueeze(2)
     cos, sin = angle_BT1K.cos(), angle_BT1K.sin()
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
     cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
     turned, passed = x_BTHK[..., : rotary["dim"]], x_BTHK[..., rotary["dim"] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    if halves:
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    else:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
 
 
-def _constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant vector, cached per device outside of export and compilation."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return torch.tensor(values, dtype=dtype).to(device)
@@ -139,9 +144,8 @@ class WindowAttention(OperatorModule):
         return o_BHTK.transpose(1, 2)
 
 
-def make_attention(head_dim: int, window: int | None) -> nn.Module:
-    """Causal attention with the usual scale, windowed or not."""
-    scale = 1.0 / math.sqrt(head_dim)
+def make_attention(scale: float, window: int | None) -> nn.Module:
+    """Causal attention, windowed or not."""
     return CausalAttention(scale) if window is None else WindowAttention(scale, window)
 
 

@@ -23,6 +23,17 @@ class ModelConfig(Protocol):
         """The initial value of the parameter with this global name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParts:
+    """The rows of one parameter in a stored tensor that holds several: rows `start` to `stop` of each of `groups` equal
+    groups of `size` rows."""
+
+    groups: int
+    size: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTensor:
     """One tensor of a weights file, and the part of a parameter that it holds."""
@@ -31,12 +42,16 @@ class WeightTensor:
     index: tuple[int | tuple[int, int], ...] = ()
     "Index or half-open range along the leading dimensions of the parameter; () is the entire parameter."
     transposed: bool = False
-    "The file holds (in, out) for a parameter (out, in)."
+    "The file holds (..., in, out) for a parameter (..., out, in)."
     shape: tuple[int, ...] = ()
     "Shape in the file if it differs from the parameter's: the same numbers in order."
     heads: int = 0
     """For a fused projection, the number of heads. The rows of the parameter are those of query, key and value of head
     0, then of head 1, and so on; the file holds all queries, then all keys, then all values."""
+    alternating: bool = False
+    """For stacked experts (E, 2F, ...): the file alternates the rows of the two halves of the second dimension."""
+    rows: RowParts | None = None
+    "The rows of the tensor that are this parameter, if the file holds several parameters in one tensor."
 
 
 @dataclass(frozen=True, slots=True)

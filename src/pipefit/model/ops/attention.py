@@ -1,4 +1,8 @@
-"""attention(q_BTHK, k_BTGK, v_BTGK) -> o_BTHK: softmax(scale q k^T + mask) v, head h reading keys of group h // (H/G).
+"""attention(q_BTHK, k_BTGK, v_BTGK, sinks_H...) -> o_BTHK: softmax(scale q k^T + mask) v, head h reading keys of group
+h // (H/G). With `softcap` c (Gemma 2) scores s become c tanh(s / c). Sinks (gpt-oss) are scores of one more key for
+each head, with the value zero.
+
+Values may have fewer features than keys, as in latent attention; kernels of equal sizes then take padded values.
 
 Saves q, k, v, o and the log-sum-exp of the scores (B*H*T, float32 or wider), as FlashAttention does (Dao et al., 2022).
 FLOPs: two products forward and four backward over the full square of queries and keys, whatever the mask. The
@@ -12,6 +16,8 @@ queries, are rectangles. If a window is shorter than the queries, or documents a
 and computes the full square of own keys. A run of earlier keys is computed completely, or skipped if no query sees any
 of it.
 
+Capped scores are computed by plain products, QUERY_BLOCK queries at a time; blocks skip the keys behind them.
+
 The symbol P, if given, is the number of earlier tokens whose keys are attended to (slices). The keys are read in place,
 chunk by chunk: only one chunk's result, and in the backward one chunk's gradients, is alive at a time. A window shorter
 than P + T needs masks while an action runs. The layers of the action share them; they take at most T x (2 T + window)
@@ -24,28 +30,55 @@ keys and values that its queries see.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
-from pipefit.model.graph import Operator
-from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind, same_shape
+from pipefit.model.graph import Operator, Shape
+from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
 def _count_flops(call: OperatorCall) -> Flops:
     q, k = call.inputs[0], call.inputs[1]
     assert q is not None and k is not None
-    rows, queries, heads, dim = q
+    rows, queries, heads, _ = q
     keys = k[1] * _context_parts(call) + call.symbols.get("P", 0)
-    product = 2 * rows * heads * queries * keys * dim
-    return Flops(2 * product, 4 * product, 0)
+    pairs = 2 * rows * heads * queries * keys
+    key_size, value_size = _head_sizes(call)
+    return Flops(pairs * (key_size + value_size), 2 * pairs * (key_size + value_size), 0)
 
 
 def _count_executed_flops(call: OperatorCall) -> Flops:
     q = call.inputs[0]
     assert q is not None
-    rows, _, heads, dim = q
-    product = 2 * rows * heads * dim * computed_pairs(call)
-    return Flops(2 * product, 5 * product, 0)
+    rows, _, heads, _ = q
+    pairs = 2 * rows * heads * computed_pairs(call)
+    key_size, value_size = _head_sizes(call)
+    return Flops(pairs * (key_size + value_size), pairs * (3 * key_size + 2 * value_size), 0)
+
+
+def _head_sizes(call: OperatorCall) -> tuple[int, int]:
+    """Return the features of a head of keys and of values."""
+    k, v = call.inputs[1], call.inputs[2]
+    assert k is not None and v is not None
+    return k[3], v[3]
+
+
+def _output_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    q, v = inputs[0], inputs[2]
+    assert q is not None and v is not None
+    return ((*q[:-1], v[-1]),)
+
+
+def _padded_bytes(call: OperatorCall, copies: int) -> int:
+    """Return the bytes of values, and of `copies` tensors like the result, padded to the features of keys. The kernels
+    take heads of one size."""
+    key_size, value_size = _head_sizes(call)
+    if key_size == value_size:
+        return 0
+    v = call.inputs[2]
+    assert v is not None
+    return (prod(v) + copies * prod(call.outputs[0])) * key_size // value_size * call.compute_bytes
 
 
 def computed_pairs(call: OperatorCall) -> int:
@@ -58,11 +91,38 @@ def computed_pairs(call: OperatorCall) -> int:
         return queries * keys * parts
     if parts > 1:
         chunk = queries // 2  # the two chunks of a device have 2 parts - 1 chunks before them
-        own_chunk = chunk * chunk if window is not None and window < chunk else chunk * (chunk + 1) // 2
+        own_chunk = chunk * chunk if window is not None and window < chunk else _causal_pairs(call, chunk)
         return 2 * own_chunk + (2 * parts - 1) * chunk * chunk * (window != 1)
     masked = (window is not None and window < queries) or call.symbols.get(DOCUMENTS_APART, 0) > 0
-    own_pairs = queries * queries if masked else queries * (queries + 1) // 2
+    own_pairs = queries * queries if masked else _causal_pairs(call, queries)
     return own_pairs + queries * _earlier_keys(call, _first_query(call, keys - queries), window)
+
+
+def _causal_pairs(call: OperatorCall, queries: int) -> int:
+    """Return the pairs of queries and their own keys under a causal mask: a triangle, in blocks for capped scores."""
+    if call.attributes.get("softcap") is None:
+        return queries * (queries + 1) // 2
+    blocks, rest = divmod(queries, QUERY_BLOCK)
+    return QUERY_BLOCK * QUERY_BLOCK * (blocks * (blocks + 1) // 2) + rest * queries
+
+
+def _score_bytes(call: OperatorCall, copies: int) -> int:
+    """Return the bytes of that many copies of a block of capped scores, in the wide dtype; 0 for other scores."""
+    if call.attributes.get("softcap") is None:
+        return 0
+    q, k = call.inputs[0], call.inputs[1]
+    assert q is not None and k is not None
+    keys = max(k[1] * _context_parts(call), call.symbols.get("P", 0))
+    return copies * q[0] * q[2] * min(q[1], QUERY_BLOCK) * keys * call.wide_bytes
+
+
+def _score_traffic(call: OperatorCall) -> tuple[int, int]:
+    """Return the bytes of capped scores that the plain products read and write, forward and backward."""
+    q = call.inputs[0]
+    if call.attributes.get("softcap") is None or q is None:
+        return 0, 0
+    scores = q[0] * q[2] * computed_pairs(call) * call.wide_bytes
+    return FORWARD_SCORE_PASSES * scores, BACKWARD_SCORE_PASSES * scores
 
 
 def _first_query(call: OperatorCall, last: int) -> int:
@@ -127,7 +187,7 @@ def _backward_extra(call: OperatorCall) -> int:
         return _mask_bytes(call) + _context_gradients(call)
     if not call.symbols.get("P", 0):
         return _mask_bytes(call)
-    chunk = sum(prod(shape) for shape in call.inputs if shape is not None) * call.compute_bytes
+    chunk = sum(prod(shape) for shape in call.inputs[:3] if shape is not None) * call.compute_bytes
     return _mask_bytes(call) + chunk + prod(call.outputs[0]) * _wider_bytes(call)
 
 
@@ -175,6 +235,13 @@ CONTEXT_PARTS = "context parts"
 DOCUMENTS_APART = "documents apart"
 "The symbol: 1 if masks keep the documents of a row apart."
 
+QUERY_BLOCK = 512
+"""Queries whose capped scores are in memory together."""
+
+FORWARD_SCORE_PASSES, BACKWARD_SCORE_PASSES = 16, 30
+"""Reads and writes of a capped score in the plain products: one for each factor and result of the functions in
+`run/autograd/attention_kernels.py`."""
+
 EARLIER_SLICES = "earlier slices"
 "The symbol: the number of slices, taken to be of equal length, that form the P earlier tokens; 1 without the symbol."
 
@@ -185,21 +252,23 @@ OPERATORS = (
     OperatorKind(
         kind="attention",
         summary="Grouped-query attention in (rows, tokens, heads, head dim) layout; heads a multiple of groups.",
-        inputs=("q", "k", "v"),
+        inputs=("q", "k", "v", "sinks*"),
         attributes={
             "causal": "query i sees keys j <= i (counted over the whole sequence)",
             "scale": "factor of the scores",
             "window": "null, or the number of last keys that a query sees, itself included: i - window < j <= i",
+            "softcap": "absent, or the number that scores are capped at: softcap tanh(score / softcap)",
             "cut": "of queries that are split along tokens: [1, the first one's place (-1: by shares), all tokens]",
         },
-        shapes=same_shape,
+        shapes=_output_shapes,
         flops=_count_flops,
         executed_flops=_count_executed_flops,
+        kernel_traffic=_score_traffic,
         saves=_saved_values,
         read_later=(1, 2),
         own_bytes=_own_bytes,
-        forward_extra=_forward_extra,
-        backward_extra=_backward_extra,
+        forward_extra=lambda call: _forward_extra(call) + _score_bytes(call, 3) + _padded_bytes(call, 1),
+        backward_extra=lambda call: _backward_extra(call) + _score_bytes(call, 5) + _padded_bytes(call, 3),
         boundary=True,
         heavy=True,
         is_attention=True,

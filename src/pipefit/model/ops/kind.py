@@ -109,6 +109,9 @@ class OperatorKind:
     executed_flops: Callable[[OperatorCall], Flops] | None = None
     """FLOPs that the runtime's kernels execute, from which times are predicted; None: `flops`. Fewer queries than keys
     are the last queries, unless a symbol says otherwise."""
+    kernel_traffic: Callable[[OperatorCall], tuple[int, int]] | None = None
+    """Bytes of intermediate results that the kernels read and write in (forward, backward), beside inputs and outputs;
+    None: none."""
     saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _save_nothing
     """Names of the inputs and outputs that the forward saves for the backward. Parameters may be named; they cost
     nothing."""

@@ -1,17 +1,22 @@
-"""moe(x_BTD, router_ED, gate_up_E2FD, down_EDF) -> y_BTD: a mixture of gated expert MLPs (Mixtral, Qwen3-MoE).
+"""moe(x_BTD, router_ED, gate_up_E2FD, down_EDF, more...) -> y_BTD: a mixture of gated expert MLPs (Mixtral, Qwen3-MoE).
 
     p_BTE = softmax(x router^T) in float32 or wider; the top_k largest per token, in torch.topk's order
     w = p[selected], divided by its sum if `normalize`, cast to the dtype of x
     g, u = halves (first F rows, last F rows) of x gate_up[e]^T;   h = activation(g) * u
     y = sum over the selected experts e of w_e (h down[e]^T)
 
+Options: biases of router and experts, and a gate clamped to a limit l, g sigmoid(gain g) (u + 1), in gpt-oss; in
+DeepSeek-V3 scores are sigmoids, and experts are selected by scores plus a correction, within the groups of experts
+whose best scores have the largest sum. Weights are the scores without the correction.
+
 No token is dropped. The auxiliary router loss is not part of the operator. N = B*T*top_k is the number of selected
 pairs.
 
 The forward saves x; the probabilities (B*T*E) and, if normalized, the selected ones (N) and their sums (B*T), all in
-float32 or wider; three index vectors (N int64: selected experts, order by expert, token of each pair); and per pair its
-weight, the gathered x (D), the gate-and-up output (2F), h (F), the output (D) and the weighted output (D). `moe_shard`
-also saves the outputs as they are sent back (D), and the order of the received pairs by expert.
+float32 or wider; three index vectors (N int64: selected experts, order by expert, token of each pair), and with
+biases the expert of each pair. Per pair it saves the weight, the gathered x (D), the gate-and-up output (2F), h (F),
+the output (D) and the weighted output (D). `moe_shard` also saves the outputs as they are sent back (D), and the
+order of the received pairs by expert.
 
 A deferred weight gradient (W) holds per pair: gathered x (D), the gradient of gate-and-up (2F), h (F), the gradient of
 the output (D). Per token it holds x (D) and the gradient of the router's logits (E).
@@ -59,7 +64,11 @@ def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
 def _own_bytes(call: OperatorCall) -> int:
     tokens, features, experts, inner, pairs = _expert_sizes(call)
     statistics = tokens * experts + (pairs + tokens if call.attributes["normalize"] else 0)
-    return statistics * call.wide_bytes + 3 * pairs * 8 + pairs * (1 + 3 * features + 3 * inner) * call.compute_bytes
+    statistics += pairs if "weight_scale" in call.attributes else 0
+    indices = 4 if "down_bias" in call.attributes.get("more", ()) else 3
+    return (
+        statistics * call.wide_bytes + indices * pairs * 8 + pairs * (1 + 3 * features + 3 * inner) * call.compute_bytes
+    )
 
 
 def _exchanged_bytes(call: OperatorCall) -> int:
@@ -107,12 +116,17 @@ def _inner_collectives(call: OperatorCall) -> InternalCollectives:
 _MOE = OperatorKind(
     kind="moe",
     summary="Mixture of gated experts with softmax routing over the top_k; no token dropped, no auxiliary loss.",
-    inputs=("x", "router_weight", "gate_up_weight", "down_weight"),
+    inputs=("x", "router_weight", "gate_up_weight", "down_weight", "more*"),
     attributes={
         "experts": "E",
         "top_k": "experts per token",
         "normalize": "whether the selected probabilities are divided by their sum",
-        "activation": "`silu` or `gelu`",
+        "activation": "`silu`, `gelu`, `gelu_tanh` or `relu`",
+        "more": "names of further inputs: `router_bias`, `correction`, `gate_up_bias`, `down_bias`",
+        "scores": "absent or `softmax`, or `sigmoid` of the router's logits",
+        "groups": "absent, or [groups of experts, groups that a token selects, scores by which a group counts]",
+        "clamp": "absent, or [gain, limit] of a clamped gate in place of the activation",
+        "weight_scale": "factor of the weights; 1 where it is absent",
         EXPERT_PARTS: "positions of an expert axis that divide the experts beside the shards, if there is one",
         "first": "the first expert whose weights are here, where they are a run; the result is then an addend",
     },

@@ -1,4 +1,5 @@
-"""rms_norm(x, weight?): x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
+"""rms_norm(x, weight?): x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019). With
+the attribute `offset` the factor is offset + weight (Gemma).
 
 Saves x and one reciprocal root mean square per row; statistics are computed in float32 or wider. The forward needs up
 to two temporary tensors like x in the wide dtype, the backward four (`run/ops/norm.py`). `rms_norm_shard` works on a
@@ -40,11 +41,13 @@ def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     return InternalCollectives(forward=all_reduces(size, 1), input_gradient=all_reduces(size, 1))
 
 
+_ATTRIBUTES = {"eps": "added to the mean square", "offset": "added to the weight; 0 where it is absent"}
+
 _RMS_NORM = OperatorKind(
     kind="rms_norm",
     summary="Root-mean-square norm over the last dimension.",
     inputs=("x", "weight?"),
-    attributes={"eps": "added to the mean square"},
+    attributes=_ATTRIBUTES,
     shapes=same_shape,
     saves=save_input,
     own_bytes=_own_bytes,
@@ -61,7 +64,7 @@ OPERATORS = (
         _RMS_NORM,
         kind="rms_norm_shard",
         summary="The same where every device has a run of the features: sums are reduced.",
-        attributes={"eps": "added to the mean square", "whole": "the number of all features"},
+        attributes=_ATTRIBUTES | {"whole": "the number of all features"},
         talks=_inner_collectives,
         boundary=True,
     ),

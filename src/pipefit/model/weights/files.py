@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipefit.errors import ModelError, most_like
-from pipefit.model.families import WeightTensor
+from pipefit.model.families import RowParts, WeightTensor
 from pipefit.model.families.build import USER, typed_config
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class WeightFiles:
                 next_step="check that the weights belong to this config.json",
             )
         handle = self._where[spelled].get_slice(spelled)
-        expected = list(block.shape or (reversed(shape) if block.transposed else shape))
+        expected = _stored_shape(block, shape)
         if list(handle.get_shape()) != expected:
             raise ModelError(
                 f"The tensor {block.name!r} of the weights has a wrong shape.",
@@ -113,11 +113,15 @@ class WeightFiles:
             )
         if not shape:
             return self._where[spelled].get_tensor(spelled)
+        if block.rows is not None:
+            return _read_rows(handle, block.rows, box)
+        if block.alternating:
+            part = _alternate_rows(handle[_box_index(box[:1])].transpose(1, -1 if block.transposed else 1), merge=True)
+            return part[(slice(None), *_box_index(box[1:]))].contiguous()
         if block.heads or block.shape:
             return _reordered_tensor(block, self._where[spelled].get_tensor(spelled), shape)[_box_index(box)]
-        ranges = list(reversed(box)) if block.transposed else list(box)
-        part = handle[_box_index(ranges)]
-        return part.t().contiguous() if block.transposed else part
+        part = handle[_box_index([*box[:-2], box[-1], box[-2]] if block.transposed else box)]
+        return part.transpose(-1, -2).contiguous() if block.transposed else part
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -163,18 +167,19 @@ def save_weights(
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     shards: list[dict[str, int]] = []
     pending: dict[str, Tensor] = {}
+    joined = _JoinedTensors()
     dtype = ""
     for name, tensor in pairs:
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
         for block in typed.stored_tensors(name) if typed is not None else (WeightTensor(name),):
-            piece = tensor.detach()[_as_index(block)] if block.index else tensor.detach()
-            piece = _order_rows(piece, (block.heads, 3)) if block.heads else piece
-            piece = (piece.t() if block.transposed else piece).to("cpu", copy=True).contiguous()
-            piece = piece.reshape(block.shape) if block.shape else piece
+            piece = joined.add_part(block, _stored_piece(block, tensor.detach()))
+            if piece is None:
+                continue
             if pending and _total_bytes(pending.values()) + _total_bytes([piece]) > max_file_bytes:
                 shards.append(_write_shard(directory, len(shards), pending))
                 pending = {}
             pending[block.name] = piece
+    joined.check_complete(directory)
     shards.append(_write_shard(directory, len(shards), pending))
     paths = _rename_shards(directory, shards)
     if typed is not None:
@@ -182,6 +187,68 @@ def save_weights(
         _replace_file(directory / "config.json", text)
         paths.append(directory / "config.json")
     return paths
+
+
+class _JoinedTensors:
+    """Tensors of the file that hold several parameters, until all of them have been given."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[Tensor, int]] = {}
+
+    def add_part(self, block: WeightTensor, piece: Tensor) -> Tensor | None:
+        """Return the complete tensor of the file; None while parameters are missing in it."""
+        rows = block.rows
+        if rows is None:
+            return piece
+        total, left = self._waiting.pop(block.name, (None, rows.size))
+        if total is None:
+            total = piece.new_empty((rows.groups * rows.size, *piece.shape[1:]))
+        groups = total.unflatten(0, (rows.groups, rows.size))
+        groups[:, rows.start : rows.stop] = piece.unflatten(0, (rows.groups, -1))
+        left -= rows.stop - rows.start
+        if not left:
+            return total
+        self._waiting[block.name] = (total, left)
+        return None
+
+    def check_complete(self, directory: Path) -> None:
+        """Raise ModelError if a parameter of one of these tensors is missing."""
+        if self._waiting:
+            raise ModelError(
+                "Parameters that files hold in one tensor are missing.",
+                where=str(directory),
+                seen=f"only a part of {', '.join(sorted(self._waiting)[:4])}",
+                allowed="all parameters of a tensor together",
+            )
+
+
+def _stored_piece(block: WeightTensor, tensor: Tensor) -> Tensor:
+    """Return the part of a parameter that a stored tensor holds, as it is in the file, in memory of its own."""
+    piece = tensor[_as_index(block)] if block.index else tensor
+    piece = _order_rows(piece, (block.heads, 3)) if block.heads else piece
+    piece = _alternate_rows(piece, merge=False) if block.alternating else piece
+    piece = (piece.transpose(-1, -2) if block.transposed else piece).to("cpu", copy=True).contiguous()
+    return piece.reshape(block.shape) if block.shape else piece
+
+
+def _stored_shape(block: WeightTensor, shape: Sequence[int]) -> list[int]:
+    """Return the shape in the file of the tensor that holds a parameter or a part of it with this shape."""
+    if block.rows is not None:
+        return [block.rows.groups * block.rows.size, *shape[1:]]
+    if block.transposed:
+        return [*shape[:-2], shape[-1], shape[-2]]
+    return list(block.shape or shape)
+
+
+def _read_rows(handle: Any, rows: RowParts, box: ParameterBox) -> Tensor:
+    """Return the box of a parameter whose rows are those rows of the stored tensor; reads only the groups in the
+    box."""
+    (start, stop), *columns = box
+    width = rows.stop - rows.start
+    first, last = start // width, max(-(-stop // width), start // width + 1)
+    part: Tensor = handle[_box_index([(first * rows.size, last * rows.size), *columns])]
+    part = part.unflatten(0, (last - first, rows.size))[:, rows.start : rows.stop].flatten(0, 1)
+    return part[start - first * width : stop - first * width].contiguous()
 
 
 def _box_index(box: ParameterBox) -> tuple[slice, ...]:
@@ -193,6 +260,12 @@ def _reordered_tensor(block: WeightTensor, stored: Tensor, shape: Sequence[int])
     if block.heads:
         return _order_rows(stored.t() if block.transposed else stored, (3, block.heads))
     return stored.reshape(tuple(shape))
+
+
+def _alternate_rows(tensor: Tensor, merge: bool) -> Tensor:
+    """Return stacked experts (E, 2F, ...), whose second dimension alternates between two halves, with the first half in
+    front (`merge`), or the reverse."""
+    return tensor.unflatten(1, (-1, 2) if merge else (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _order_rows(tensor: Tensor, groups: tuple[int, int]) -> Tensor:

@@ -14,12 +14,14 @@ added to the scores, (B or 1, 1, T, S) in the type of q. `causal` needs T = S: q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+from pipefit.model.ops.attention import QUERY_BLOCK
 
 Tensor = torch.Tensor
 ALIGNMENT = 32
@@ -35,6 +37,8 @@ class AttentionCall:
 
     scale: float
     causal: bool
+    softcap: float | None = None
+    "Scores s become softcap tanh(s / softcap) before the mask, in the plain kernel."
 
 
 class AttentionKernel(NamedTuple):
@@ -49,8 +53,10 @@ class AttentionKernel(NamedTuple):
 def attend_forward(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out (B, T, H, K) in the type of q, log-sum-exp of the scaled and masked scores)."""
-    return _kernel_for(q, k, call, mask).forward(call, q, k, v, mask)
+    """Return (out (B, T, H, features of v) in the type of q, log-sum-exp of the scaled and masked scores)."""
+    size = v.shape[3]
+    out, lse = _kernel_for(q, k, call, mask).forward(call, q, k, _pad_features(v, q), mask)
+    return _cut_features(out, size), lse
 
 
 def attend_backward(
@@ -65,11 +71,26 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return these keys' addends to (dq, dk, dv); `out` and `lse` are those over all keys that the queries attend
     to."""
+    size = v.shape[3]
+    dy, v, out = (_pad_features(x, q) for x in (dy, v, out))
     dq, dk, dv = _kernel_for(q, k, call, mask).backward(call, dy, q, k, v, out, lse, mask)
-    return dq, dk, dv
+    return dq, dk, _cut_features(dv, size)
+
+
+def _cut_features(x: Tensor, size: int) -> Tensor:
+    """Return the first features of x, copied if there are more: a view would keep the zeros alive."""
+    return x if x.shape[3] == size else x[..., :size].contiguous()
+
+
+def _pad_features(x: Tensor, q: Tensor) -> Tensor:
+    """Return x padded to the features of q. The kernels take heads of one size, and zeros change nothing."""
+    missing = q.shape[3] - x.shape[3]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _kernel_for(q: Tensor, k: Tensor, call: AttentionCall, mask: Tensor | None) -> AttentionKernel:
+    if call.softcap is not None:
+        return CAPPED
     return choose_kernel(q.device, q.dtype, mask is not None, call.causal, q.shape[2] != k.shape[2], q.shape[3])
 
 
@@ -268,19 +289,26 @@ def _align_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 # Plain products and a softmax: any device and type, the full matrix of scores in float32 or wider.
 
 
-def _masked_scores(call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the scores (B, G, H / G, T, S), in float32 or wider."""
+def _scaled_scores(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
+    """Return the scores (B, G, H / G, T, S) before the mask, in float32 or wider."""
     wide = statistics_dtype(q.dtype)
     grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("btgrk,bsgk->bgrts", grouped, k.to(wide)) * call.scale
+    return scores if call.softcap is None else (scores / call.softcap).tanh_() * call.softcap
+
+
+def _mask_scores(call: AttentionCall, scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the scores with a large negative number for hidden keys. With a causal mask the last query sees all
+    keys."""
+    queries, keys = scores.shape[-2:]
     if call.causal:
-        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(above, hidden_score(wide))
-    return scores if mask is None else scores + mask.to(wide).unsqueeze(2)
+        above = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1 + keys - queries)
+        scores = scores.masked_fill(above, hidden_score(scores.dtype))
+    return scores if mask is None else scores + mask.to(scores.dtype).unsqueeze(2)
 
 
 def _plain_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    scores = _masked_scores(call, q, k, mask)
+    scores = _mask_scores(call, _scaled_scores(call, q, k), mask)
     lse = scores.logsumexp(-1)
     out = torch.einsum("bgrts,bsgk->btgrk", (scores - lse.unsqueeze(-1)).exp(), v.to(scores.dtype))
     return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
@@ -290,16 +318,53 @@ def _plain_backward(
     call: AttentionCall, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
 ) -> Any:
     groups, wide = (k.shape[2], -1), statistics_dtype(q.dtype)
-    weights = (_masked_scores(call, q, k, mask) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+    scores = _scaled_scores(call, q, k)
+    weights = (_mask_scores(call, scores, mask) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
     dy_BTGRK = dy.to(wide).unflatten(2, groups)
     dv = torch.einsum("bgrts,btgrk->bsgk", weights, dy_BTGRK)
     delta = (dy.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).unflatten(1, groups).unsqueeze(-1)
     dscores = weights * (torch.einsum("btgrk,bsgk->bgrts", dy_BTGRK, v.to(wide)) - delta) * call.scale
+    if call.softcap is not None:
+        dscores = dscores * (1.0 - (scores / call.softcap).square())
     dq = torch.einsum("bgrts,bsgk->btgrk", dscores, k.to(wide)).flatten(2, 3)
     dk = torch.einsum("bgrts,btgrk->bsgk", dscores, q.to(wide).unflatten(2, groups))
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
+# Capped scores, which no fused kernel of PyTorch computes: the plain kernel, some queries at a time.
+
+
+def _query_blocks(call: AttentionCall, q: Tensor, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (queries, keys that they can see) of calls of at most QUERY_BLOCK queries."""
+    for start in range(0, q.shape[1], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q.shape[1])
+        yield slice(start, stop), slice(0, stop if call.causal else keys)
+
+
+def _capped_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    parts = [
+        _plain_forward(call, q[:, rows], k[:, seen], v[:, seen], None if mask is None else mask[:, :, rows, seen])
+        for rows, seen in _query_blocks(call, q, k.shape[1])
+    ]
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+
+
+def _capped_backward(call: AttentionCall, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *results: Any) -> Any:
+    out, lse, mask = results
+    wide = statistics_dtype(q.dtype)
+    dq = torch.empty_like(q)
+    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for rows, seen in _query_blocks(call, q, k.shape[1]):
+        inner = None if mask is None else mask[:, :, rows, seen]
+        dq[:, rows], more_k, more_v = _plain_backward(
+            call, dy[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, :, rows], inner
+        )
+        dk[:, seen].add_(more_k)
+        dv[:, seen].add_(more_v)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+CAPPED = AttentionKernel(_capped_forward, _capped_backward, lambda device, dtype, masked: True)
 PLAIN_KERNEL = AttentionKernel(_plain_forward, _plain_backward, lambda device, dtype, masked: True)
 KERNELS = (
     AttentionKernel(_cpu_forward, _cpu_backward, _cpu_takes),

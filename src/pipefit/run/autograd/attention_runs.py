@@ -17,13 +17,18 @@ from pipefit.run.autograd.saved_forward import SavedForward
 
 
 class AttentionSpec(NamedTuple):
-    """Settings of an attention operator: score scale, window (number of last keys; None: all), shards of the stage, and
-    index of the first query among the slice's tokens (None: the start of the shard's part)."""
+    """Settings of an attention operator: score scale, window (number of last keys; None: all), shards of the stage,
+    index of the first query among the slice's tokens (None: the start of the shard's part), and cap of the scores."""
 
     scale: float
     window: int | None
     shard: Any
     first: int | None = 0
+    softcap: float | None = None
+
+    def call_kernel(self, causal: bool) -> AttentionCall:
+        """Return the settings of a kernel call."""
+        return AttentionCall(self.scale, causal, self.softcap)
 
     def query_range(self, queries: int, tokens: int) -> tuple[int, int]:
         """Return the tokens [first, stop) of the slice whose queries are on this device."""
@@ -114,22 +119,40 @@ def run_keys(past: KeyValueCache, run: KeyRun) -> tuple[torch.Tensor, torch.Tens
 
 
 def forward_over(
-    past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: AttentionSpec
+    past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: AttentionSpec, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (result, log-sum-exp) of the slice's queries over their own chunk and the visible earlier chunks."""
+    """Return (result, log-sum-exp) of the slice's queries over their own chunk and the visible earlier chunks. `sinks`
+    (H,) are scores of a further key for each head, whose value is zero."""
     if not q.shape[1]:
-        return q.clone(), q.new_empty((q.shape[0], q.shape[2], 0), dtype=statistics_dtype(q.dtype))
+        return q[..., : past.chunks[record.slice][1].shape[3]].clone(), q.new_empty(
+            (q.shape[0], q.shape[2], 0), dtype=statistics_dtype(q.dtype)
+        )
     runs = key_runs(past, record, q, sees)
     own_run = next(runs)
-    out, lse = attend_forward(AttentionCall(sees.scale, own_run.causal), q, *run_keys(past, own_run), own_run.mask)
+    out, lse = attend_forward(sees.call_kernel(own_run.causal), q, *run_keys(past, own_run), own_run.mask)
     for run in runs:
-        more, more_lse = attend_forward(AttentionCall(sees.scale, causal=False), q, *run_keys(past, run), run.mask)
+        more, more_lse = attend_forward(sees.call_kernel(causal=False), q, *run_keys(past, run), run.mask)
         if out.dtype != lse.dtype:
             out = out.to(lse.dtype)
         out.lerp_(more.to(lse.dtype), (more_lse - lse).sigmoid_().transpose(1, 2).unsqueeze(-1))
         lse = torch.logaddexp(lse, more_lse)
         del more
+    if sinks is not None:
+        without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        out = out.to(lse.dtype) * (without - lse).exp_().transpose(1, 2).unsqueeze(-1)
     return out.to(q.dtype), lse
+
+
+def sink_gradient(
+    sinks: torch.Tensor | None, dy: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the gradient of the sinks, from the result and log-sum-exp with them; None without sinks. A sink's value
+    is zero, so the derivative of a query's result is its weight times the negative result."""
+    if sinks is None:
+        return None
+    weights = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp_()
+    products = (dy.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    return -(weights * products).sum((0, 2)).to(sinks.dtype)
 
 
 def backward_over(
@@ -150,7 +173,7 @@ def backward_over(
     runs = key_runs(past, record, q, sees)
     own_run = next(runs)
     dq, dk, dv = attend_backward(
-        AttentionCall(sees.scale, own_run.causal), dy, q, *run_keys(past, own_run), out, lse, own_run.mask
+        sees.call_kernel(own_run.causal), dy, q, *run_keys(past, own_run), out, lse, own_run.mask
     )
     k, v = past.chunks[record.slice]
     if own_run.stop - own_run.start < k.shape[1]:
@@ -161,7 +184,7 @@ def backward_over(
             dk, dv = past.take_gradients(record.slice, dk, dv)
             settled = True
         more, dk_owed, dv_owed = attend_backward(
-            AttentionCall(sees.scale, causal=False), dy, q, *run_keys(past, run), out, lse, run.mask
+            sees.call_kernel(causal=False), dy, q, *run_keys(past, run), out, lse, run.mask
         )
         if dq.dtype != lse.dtype:
             dq = dq.to(lse.dtype)

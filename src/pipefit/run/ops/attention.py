@@ -1,4 +1,5 @@
-"""attention(q, k, v) {causal, scale, window, cut}: scaled dot products over grouped heads, also over earlier slices.
+"""attention(q, k, v, sinks...) {causal, scale, window, softcap, cut}: scaled dot products over grouped heads, also over
+earlier slices.
 
 q (B, T, H, K), k and v (B, T, G, K), H a multiple of G; result (B, T, H, K). A sequence may come in slices. A slice
 attends to its own keys and values and to those of earlier slices, one chunk at a time, without concatenation. Results
@@ -9,6 +10,9 @@ float32 or wider, and takes out those that later slices added for its own.
 
 If a shard program splits queries along tokens (`cut`), a device has the queries of a part of the slice and the keys of
 the whole slice. Keys before its part are one more earlier run; keys after it are not visible.
+
+Sinks (H,) are the scores of one more key a head, with the value zero. They change a result and its log-sum-exp as one
+more run does, and the kernels need not know of them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
-from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, backward_over, forward_over
+from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, backward_over, forward_over, sink_gradient
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.ops.attention_context import context_attention
@@ -34,10 +38,11 @@ class _AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, past: KeyValueCache, record: SavedForward, sees: AttentionSpec
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, held: tuple[KeyValueCache, SavedForward], sees: AttentionSpec
     ) -> Any:
-        ctx.past, ctx.record, ctx.sees = past, record, sees
-        out, lse = forward_over(past, record, q, sees)
+        past, record = held
+        ctx.past, ctx.record, ctx.sees, ctx.sinks = past, record, sees, sinks
+        out, lse = forward_over(past, record, q, sees, sinks)
         ctx.save_for_backward(q, out, *((k, v) if record.past is None else ()))
         ctx.lse = lse
         if record.past is None:
@@ -50,8 +55,9 @@ class _AttentionFunction(torch.autograd.Function):
         if key_value:
             ctx.past.chunks[0] = (key_value[0], key_value[1])
         gradients = backward_over(ctx.past, ctx.record, dy, q, out, ctx.lse, ctx.sees)
+        sinks = sink_gradient(ctx.sinks, dy, out, ctx.lse)
         ctx.past = ctx.record = ctx.lse = None
-        return *gradients, None, None, None
+        return *gradients, sinks, None, None
 
 
 def build_attention(operator: Operator, context: OperatorContext) -> OperatorStep:
@@ -60,25 +66,34 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
     scale, window = float(operator.attributes["scale"]), operator.attributes.get("window")
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
     split = dim == 1
-    sees = AttentionSpec(scale, window, context.shard, None if first < 0 else first)
+    softcap = operator.attributes.get("softcap")
+    sees = AttentionSpec(scale, window, context.shard, None if first < 0 else first, softcap)
     causal = bool(operator.attributes.get("causal", True))
+    needs_own_kernel = softcap is not None or (split and causal)
     cache_key = (context.layer, context.operator)
 
-    def run_attention(record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def run_attention(
+        record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> Any:
         past = KeyValueCache()
         if not q.shape[1] and record.past is None:  # keys still have zero gradients: other devices wait for them
-            return q + 0.0 * (k.sum() + v.sum())
+            rest = k.sum() + v.sum() if sinks is None else k.sum() + v.sum() + sinks.sum()
+            return q[..., : v.shape[3]] + 0.0 * rest
         if record.past is not None:
             past = record.past.setdefault(cache_key, past)
         elif (
-            not (split and causal) and record.feed.document_bounds[1] == 0 and (window is None or window >= q.shape[1])
+            not needs_own_kernel
+            and sinks is None
+            and q.shape[3] == v.shape[3]
+            and record.feed.document_bounds[1] == 0
+            and (window is None or window >= q.shape[1])
         ):
             return attend_whole(q, k, v, causal, scale)
-        assert causal, "only causal attention can be cut or masked"
+        assert causal, "only causal attention can be cut, masked or capped, or have sinks or short values"
         past.put_keys(record.slice, k, v)
         if torch.is_grad_enabled():
-            return _AttentionFunction.apply(q, k, v, past, record, sees)
-        return forward_over(past, record, q, sees)[0]
+            return _AttentionFunction.apply(q, k, v, sinks, (past, record), sees)
+        return forward_over(past, record, q, sees, sinks)[0]
 
     return OperatorStep(run_attention, wants_record=True)
 

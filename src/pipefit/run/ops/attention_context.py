@@ -17,7 +17,7 @@ import torch
 from pipefit.layout import Run, split_by_shares, zigzag_runs
 from pipefit.model.graph import Operator
 from pipefit.run.autograd.attention_kernels import AttentionCall, attend_backward, attend_forward
-from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, backward_over, forward_over
+from pipefit.run.autograd.attention_runs import AttentionSpec, KeyValueCache, backward_over, forward_over, sink_gradient
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.sharded.parts import ShardContext, gather_parts, scatter_sums
 
@@ -29,6 +29,7 @@ class ContextSpec(NamedTuple):
     window: int | None
     causal: bool
     axis: ShardContext
+    softcap: float | None = None
 
     def query_pieces(self, tokens: int) -> tuple[tuple[Run, Run], ...]:
         """Return (run of the local queries, their place in the sequence) of the calls: one per chunk, or one for all if
@@ -41,7 +42,7 @@ class ContextSpec(NamedTuple):
 
     def sees_from(self, start: int) -> AttentionSpec:
         """Return the settings of queries whose first one is token `start` of the sequence."""
-        return AttentionSpec(self.scale, self.window, None, start)
+        return AttentionSpec(self.scale, self.window, None, start, self.softcap)
 
 
 def gather_sequence(x: torch.Tensor, axis: ShardContext) -> torch.Tensor:
@@ -66,9 +67,9 @@ class _ContextAttention(torch.autograd.Function):
     """Attention of the local queries: saves q, k, v, the result, and the log-sum-exps of every chunk."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, record: SavedForward, spec: ContextSpec) -> Any:
-        out, sums = attend_chunks(record, spec, q, k, v)
-        ctx.record, ctx.spec, ctx.sums = record, spec, sums
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, record: SavedForward, spec: ContextSpec) -> Any:
+        out, sums = attend_chunks(record, spec, q, k, v, sinks)
+        ctx.record, ctx.spec, ctx.sums, ctx.sinks = record, spec, sums, sinks
         ctx.save_for_backward(q, k, v, out)
         return out
 
@@ -76,12 +77,18 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         q, k, v, out = ctx.saved_tensors
         gradients = chunk_gradients(ctx.record, ctx.spec, dy, (q, k, v), (out, ctx.sums))
+        sinks = None if ctx.sinks is None else sink_gradient(ctx.sinks, dy, out, torch.cat(ctx.sums, 2))
         ctx.record = ctx.sums = None
-        return *gradients, None, None
+        return *gradients, sinks, None, None
 
 
 def attend_chunks(
-    record: SavedForward, spec: ContextSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    record: SavedForward,
+    spec: ContextSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the result of the local queries, and the log-sum-exps of each call."""
     keys, values = gather_sequence(k, spec.axis), gather_sequence(v, spec.axis)
@@ -89,7 +96,7 @@ def attend_chunks(
     for (first, last), (start, stop) in spec.query_pieces(q.shape[1]):
         seen = keys[:, :stop], values[:, :stop]
         if spec.causal:
-            result, total = forward_over(_cache_of(*seen), record, q[:, first:last], spec.sees_from(start))
+            result, total = forward_over(_cache_of(*seen), record, q[:, first:last], spec.sees_from(start), sinks)
         else:
             result, total = attend_forward(AttentionCall(spec.scale, causal=False), q, *seen)
         results.append(result)
@@ -144,17 +151,19 @@ def _pad_tokens(gradient: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([gradient, gradient.new_zeros((gradient.shape[0], missing, *gradient.shape[2:]))], 1)
 
 
-def context_attention(
-    operator: Operator, axis: ShardContext
-) -> Callable[[SavedForward, torch.Tensor, torch.Tensor, torch.Tensor], Any]:
-    """Return the function (record, q, k, v) of an attention operator on a device of a context axis."""
+def context_attention(operator: Operator, axis: ShardContext) -> Callable[..., Any]:
+    """Return the function (record, q, k, v, sinks...) of an attention operator on a device of a context axis."""
     attributes = operator.attributes
-    spec = ContextSpec(float(attributes["scale"]), attributes.get("window"), bool(attributes.get("causal", True)), axis)
+    causal, softcap = bool(attributes.get("causal", True)), attributes.get("softcap")
+    spec = ContextSpec(float(attributes["scale"]), attributes.get("window"), causal, axis, softcap)
 
-    def run_attention(record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def run_attention(
+        record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> Any:
+        assert causal or (sinks is None and softcap is None), "sinks and capped scores need causal attention"
         if torch.is_grad_enabled():
-            return _ContextAttention.apply(q, k, v, record, spec)
-        return attend_chunks(record, spec, q, k, v)[0]
+            return _ContextAttention.apply(q, k, v, sinks, record, spec)
+        return attend_chunks(record, spec, q, k, v, sinks)[0]
 
     return run_attention
 

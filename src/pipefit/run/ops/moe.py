@@ -1,4 +1,5 @@
-"""moe(x, router, gate_up, down): the operator of `model/ops/moe.py`, dropless, with weight gradients deferred to W.
+"""moe(x, router, gate_up, down, more...): the operator of `model/ops/moe.py`, dropless, with weight gradients deferred
+to W.
 
 N = B*T*top_k pairs of (token, expert) are sorted by expert; every product is then one matrix product per expert. On
 CUDA in bfloat16 these are PyTorch's grouped products, which need no count on the host. Otherwise the host reads the
@@ -8,8 +9,8 @@ gate_up (E, 2F, D), down (E, D, F).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,12 +19,8 @@ from pipefit.model.graph import Operator
 from pipefit.run.autograd.saved_forward import DeferredGradient, SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.ops.linear import add_product, apply_linear
+from pipefit.run.ops.moe_routing import gate_function, select_experts
 from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
-
-EXPERT_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-}
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -51,21 +48,20 @@ class _ExpertLinear(torch.autograd.Function):
 
 
 class _GateFunction(torch.autograd.Function):
-    """activation(g) * u of the halves of gate_up (N, 2F); saves only gate_up."""
+    """A function of gate_up (N, 2F), such as activation(g) * u of its halves; saves only gate_up."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, activation: Any) -> torch.Tensor:
-        ctx.activation = activation
+    def forward(ctx: Any, gate_up: torch.Tensor, gate: Any) -> torch.Tensor:
+        ctx.gate = gate
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return activation(gate) * up
+        result: torch.Tensor = gate(gate_up)
+        return result
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         with torch.enable_grad():
             leaf = ctx.saved_tensors[0].detach().requires_grad_()
-            gate, up = leaf.chunk(2, -1)
-            out = ctx.activation(gate) * up
+            out = ctx.gate(leaf)
         return *torch.autograd.grad(out, leaf, dy), None
 
 
@@ -103,19 +99,49 @@ def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor
     add_gradient(weight, add_expert_gradients)
 
 
-def run_experts(
-    x: torch.Tensor, gate_up: Any, down: Any, activation: Any, ends: Any, record: SavedForward, layer: int
-) -> Any:
+class ExpertWeights(NamedTuple):
+    """The parameters of experts, and the function between their projections."""
+
+    gate_up: Any
+    down: Any
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    gate_up_bias: Any = None
+    down_bias: Any = None
+
+
+def run_experts(x: torch.Tensor, weights: ExpertWeights, ends: Any, record: SavedForward, layer: int) -> Any:
     """Apply the experts to their pairs, x (N, D) sorted by expert."""
+    gate_up, down = weights.gate_up, weights.down
     inner: Any = _ExpertLinear.apply(x, leaf_parameter(gate_up), gate_up, ends, record, layer)
-    return _ExpertLinear.apply(_GateFunction.apply(inner, activation), leaf_parameter(down), down, ends, record, layer)
+    expert = None if weights.gate_up_bias is None else expert_of_pairs(ends, x)
+    if expert is not None:
+        inner = inner + weights.gate_up_bias[expert]
+    out: Any = _ExpertLinear.apply(
+        _GateFunction.apply(inner, weights.gate), leaf_parameter(down), down, ends, record, layer
+    )
+    return out if expert is None else out + weights.down_bias[expert]
+
+
+def expert_of_pairs(ends: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the number of the expert of every pair; x (N, D) is sorted by expert."""
+    stops = ends if isinstance(ends, torch.Tensor) else torch.tensor(ends, device=x.device)
+    return torch.searchsorted(stops, torch.arange(len(x), device=x.device, dtype=stops.dtype), right=True)
+
+
+def name_further(attributes: Mapping[str, Any], more: Sequence[Any]) -> dict[str, Any]:
+    """Return the further inputs of an operator by the names in its attribute `more`."""
+    return dict(zip(attributes.get("more", ()), more, strict=True))
+
+
+def bind_weights(attributes: Mapping[str, Any], gate_up: Any, down: Any, further: Mapping[str, Any]) -> ExpertWeights:
+    """Return the parameters of the experts on this device."""
+    gate = gate_function(attributes)
+    return ExpertWeights(gate_up, down, gate, further.get("gate_up_bias"), further.get("down_bias"))
 
 
 def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
-    normalize = bool(operator.attributes["normalize"])
-    activation = EXPERT_ACTIVATIONS[operator.attributes["activation"]]
-    layer = context.layer
+    attributes, layer = operator.attributes, context.layer
     wide = torch.promote_types(context.dtype, torch.float32)
     numbers = torch.arange(experts, device=context.device)
     first = operator.attributes.get("first")
@@ -126,12 +152,12 @@ def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
         mine = ends[first : first + down.shape[0]]
         return slice(start, mine[-1]), [end - start for end in mine]
 
-    def run_moe(record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        logits = apply_linear(flat, router, None, record, layer)
-        weights, chosen = torch.softmax(logits, -1, dtype=wide).topk(top, -1)
-        if normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+    def run_moe(
+        record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any, *more: Any
+    ) -> torch.Tensor:
+        flat, further = x.reshape(-1, x.shape[-1]), name_further(attributes, more)
+        logits = apply_linear(flat, router, further.get("router_bias"), record, layer)
+        weights, chosen = select_experts(attributes, logits, wide, further.get("correction"))
         chosen, order = chosen.reshape(-1).sort(stable=True)
         ends: Any = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         if first is not None or counts_on_host(x):
@@ -140,7 +166,7 @@ def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
             pairs, ends = own_pairs(ends, down)
             order = order[pairs]
         token = order // top
-        out = run_experts(flat[token], gate_up, down, activation, ends, record, layer)
+        out = run_experts(flat[token], bind_weights(attributes, gate_up, down, further), ends, record, layer)
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
 

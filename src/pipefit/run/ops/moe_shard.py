@@ -1,5 +1,5 @@
-"""moe_shard(x, router, gate_up, down): `moe` with local tokens and local experts on every device of the shard axis,
-or of an expert axis and the shard axis together.
+"""moe_shard(x, router, gate_up, down, more...): `moe` with local tokens and local experts on every device of the shard
+axis, or of an expert axis and the shard axis together.
 
 Every device routes its tokens and sends each pair's input to the device of its expert (an all-to-all-v whose counts are
 exchanged first). It computes the received pairs of its own experts, sends the results back, and sums the weighted
@@ -18,7 +18,9 @@ from pipefit.model.graph import Operator
 from pipefit.model.ops.moe import EXPERT_PARTS
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
-from pipefit.run.ops.moe import EXPERT_ACTIVATIONS, apply_linear, run_experts
+from pipefit.run.ops.linear import apply_linear
+from pipefit.run.ops.moe import bind_weights, name_further, run_experts
+from pipefit.run.ops.moe_routing import select_experts
 from pipefit.run.sharded.parts import ShardContext
 from pipefit.run.transfers import comms
 
@@ -45,11 +47,8 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], shard: 
 
 def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
-    normalize, activation = (
-        bool(operator.attributes["normalize"]),
-        EXPERT_ACTIVATIONS[operator.attributes["activation"]],
-    )
-    layer, parts = context.layer, int(operator.attributes.get(EXPERT_PARTS, 1))
+    attributes, layer = operator.attributes, context.layer
+    parts = int(attributes.get(EXPERT_PARTS, 1))
     shard: ShardContext | None = context.experts if parts > 1 else context.shard
     assert shard is not None, "experts of several devices in a stage without a shard axis"
     wide = torch.promote_types(context.dtype, torch.float32)
@@ -62,11 +61,12 @@ def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorSte
         theirs = exchange_rows(mine, lengths, [local_experts] * len(lengths), shard).view(len(lengths), local_experts)
         return [int(part.sum()) for part in mine.split(lengths)], theirs.tolist()
 
-    def run_moe_shard(record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = torch.softmax(apply_linear(flat, router, None, record, layer), -1, dtype=wide).topk(top, -1)
-        if normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+    def run_moe_shard(
+        record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any, *more: Any
+    ) -> torch.Tensor:
+        flat, further = x.reshape(-1, x.shape[-1]), name_further(attributes, more)
+        logits = apply_linear(flat, router, further.get("router_bias"), record, layer)
+        weights, chosen = select_experts(attributes, logits, wide, further.get("correction"))
         chosen, order = chosen.reshape(-1).sort(stable=True)
         sent, came = count_pairs(chosen)
         token = order // top
@@ -75,7 +75,7 @@ def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorSte
         numbers = torch.tensor(came, device=x.device).reshape(-1)
         by_expert = expert.repeat_interleave(numbers).sort(stable=True).indices
         ends = torch.tensor(came).sum(0).cumsum(0).tolist()
-        out = run_experts(pairs[by_expert], gate_up, down, activation, ends, record, layer)
+        out = run_experts(pairs[by_expert], bind_weights(attributes, gate_up, down, further), ends, record, layer)
         out = torch.zeros_like(out).index_copy(0, by_expert, out)
         out = _ExchangeFunction.apply(out, [sum(counts) for counts in came], sent, shard)
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)

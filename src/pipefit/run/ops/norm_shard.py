@@ -1,5 +1,5 @@
-"""rms_norm_shard, layer_norm_shard {eps, whole}, softmax_shard {dim}: the normalised dimension is split over the
-shards.
+"""rms_norm_shard {eps, offset, whole}, layer_norm_shard {eps, whole}, softmax_shard {dim}: the normalised dimension is
+split over the shards.
 
 Only per-token statistics are reduced. The root mean square needs one sum. A layer norm sums the features, then their
 squared distances from the mean: two reductions, because this order loses no digits. A softmax needs the largest number
@@ -15,19 +15,21 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import OperatorContext, OperatorStep
+from pipefit.run.ops.norm import add_offset, scale_normal
 from pipefit.run.sharded.internal_collectives import reduce_in_place
 from pipefit.run.sharded.parts import ShardContext
 
 
 class _RmsNormShard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, eps: float, whole: int, shard: ShardContext) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, eps: float, offset: float, whole: int, shard: ShardContext
+    ) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = reduce_in_place(wide.square().sum(-1, keepdim=True), shard).div_(whole).add_(eps).rsqrt_()
-        ctx.weight, ctx.whole, ctx.shard = weight, whole, shard
+        ctx.weight, ctx.offset, ctx.whole, ctx.shard = weight, offset, whole, shard
         ctx.save_for_backward(x, scale)
-        y = (wide * scale).to(x.dtype)
-        return y if weight is None else y * weight
+        return scale_normal(wide * scale, weight, offset, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -35,10 +37,10 @@ class _RmsNormShard(torch.autograd.Function):
         normal, wide = x.to(scale.dtype) * scale, dy.to(scale.dtype)
         dweight, dx = _token_sum(ctx, 1, wide * normal), None
         if ctx.needs_input_grad[0]:
-            wide = wide if ctx.weight is None else wide * ctx.weight
+            wide = wide if ctx.weight is None else wide * add_offset(ctx.weight, ctx.offset, wide.dtype)
             inner = reduce_in_place((wide * normal).sum(-1, keepdim=True), ctx.shard).div_(ctx.whole)
             dx = (wide - normal * inner).mul_(scale).to(x.dtype)
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 class _LayerNormShard(torch.autograd.Function):
@@ -98,8 +100,9 @@ def _read_operator(operator: Operator, context: OperatorContext) -> tuple[float,
 
 def build_rms_norm(operator: Operator, context: OperatorContext) -> OperatorStep:
     eps, features, shard = _read_operator(operator, context)
+    offset = float(operator.attributes.get("offset", 0.0))
     apply = _RmsNormShard.apply
-    return OperatorStep(lambda x, weight=None: apply(x, weight, eps, features, shard))
+    return OperatorStep(lambda x, weight=None: apply(x, weight, eps, offset, features, shard))
 
 
 def build_layer_norm(operator: Operator, context: OperatorContext) -> OperatorStep:

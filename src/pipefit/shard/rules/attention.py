@@ -19,7 +19,8 @@ def label_attention(operator: Operator, inputs: tuple[Shape | None, ...], output
     assert k is not None
     keys, queries = ("d0", None, "heads", None), ("d0", "d1", "heads", None)
     units = {"heads": int(k[2])}
-    return OperatorLabels(inputs=(queries, keys, keys), outputs=(queries,), units=units, local=place_of_queries)
+    sinks = (("heads",),) * (len(inputs) - 3)
+    return OperatorLabels(inputs=(queries, keys, keys, *sinks), outputs=(queries,), units=units, local=place_of_queries)
 
 
 def place_of_queries(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:

@@ -20,14 +20,26 @@ def label_moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
     assert x is not None
     labels = leading_labels(len(x))
     experts = ("experts", None, None)
-    joint = {}
+    names = operator.attributes.get("more", ())
+    joint: dict[str, Any] = {}
+
+    def label_further(label: str) -> tuple[Labels | None, ...]:
+        """Return the labels of further inputs: biases of experts are divided with them."""
+        return tuple(
+            (label, None) if name in ("gate_up_bias", "down_bias") else whole_labels(shape)
+            for name, shape in zip(names, inputs[4:], strict=True)
+        )
+
     for dim, size in enumerate(x[:2]):
         if size == ("B", "T")[dim]:
             label = f"experts{dim}"
             tokens: Labels = tuple(label if index == dim else None for index in range(len(x)))
-            joint[label] = (tokens, whole_labels(router), (label, None, None), (label, None, None)), (tokens,)
+            joint[label] = (
+                (tokens, whole_labels(router), (label, None, None), (label, None, None), *label_further(label)),
+                (tokens,),
+            )
     return OperatorLabels(
-        inputs=(labels, whole_labels(router), experts, experts),
+        inputs=(labels, whole_labels(router), experts, experts, *label_further("experts")),
         outputs=(labels,),
         units={},
         kinds=dict.fromkeys(joint, "moe_shard"),

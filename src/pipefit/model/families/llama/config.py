@@ -6,16 +6,17 @@ and keys, and the names of expert weights in files.
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipefit.model.families.config_fields import ConfigFields
+from pipefit.model.families.decoder.fields import read_attention_sizes, read_rope, warn_of_dropout
+from pipefit.model.families.decoder.options import ACTIVATIONS, DecoderOptions, ExpertOptions, NormOptions
+from pipefit.model.families.decoder.stored_names import StoredNames
 from pipefit.model.families.family import InitialValue, ModelFamily, WeightTensor
-from pipefit.model.ops.rotary import rotary_frequencies
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 _HUGGING_FACE_ACTIVATION = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -24,6 +25,12 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+_STORED_NAMES = {
+    "mixtral": StoredNames(
+        modules={"mlp.gate": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts"},
+        experts=("w1", "w3", "w2"),
+    )
 }
 
 
@@ -67,6 +74,36 @@ class LlamaConfig:
         """The attributes of the rotary operator."""
         scaling = dict(self.rope_scaling) if self.rope_scaling else None
         return {"theta": self.rope_theta, "dim": self.rotary_dim, "scaling": scaling, "style": "half"}
+
+    @property
+    def decoder(self) -> DecoderOptions:
+        experts = ExpertOptions(
+            experts=self.experts,
+            top_k=self.top_k,
+            size=self.expert_size,
+            normalize=self.normalize,
+            layers=self.sparse_layers,
+        )
+        return DecoderOptions(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            groups=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            scale=1.0 / math.sqrt(self.head_dim),
+            norm=NormOptions(eps=self.rms_norm_eps),
+            mlp_size=self.intermediate_size,
+            activation=self.activation,
+            rotary=(self.rotary,) * self.num_hidden_layers,
+            windows=self.windows,
+            qk_norm="head" if self.qk_norm else "none",
+            qkv_bias=self.qkv_bias,
+            output_bias=self.output_bias,
+            mlp_bias=self.mlp_bias,
+            experts=experts if self.experts else None,
+            tied=self.tie_word_embeddings,
+        )
 
     def to_config(self) -> dict[str, Any]:
         sliding = next((window for window in self.windows if window), None)
@@ -115,21 +152,7 @@ class LlamaConfig:
         }
 
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
-        if ".mlp.experts." not in name:
-            if self.model_type == "mixtral":
-                name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-            return (WeightTensor(name),)
-        gate, up, down = ("w1", "w3", "w2") if self.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        prefix, last = name.rsplit(".", 1)
-        if self.model_type == "mixtral":
-            prefix = prefix.replace(".mlp.experts", ".block_sparse_moe.experts")
-        if last == "down_proj":
-            return tuple(WeightTensor(f"{prefix}.{e}.{down}.weight", (e,)) for e in range(self.experts))
-        size = self.expert_size
-        halves = ((gate, (0, size)), (up, (size, 2 * size)))
-        return tuple(
-            WeightTensor(f"{prefix}.{e}.{part}.weight", (e, rows)) for e in range(self.experts) for part, rows in halves
-        )
+        return _STORED_NAMES.get(self.model_type, StoredNames()).find_tensors(name, self.decoder)
 
     def initial(self, name: str) -> InitialValue:
         if name.endswith("norm.weight"):
@@ -141,26 +164,10 @@ def read(config: Mapping[str, Any], where: str) -> LlamaConfig:
     """Return the typed configuration of a config.json of transformers 4 or 5. Raises ModelError."""
     fields = ConfigFields(config, where)
     model_type = str(config["model_type"])
-    hidden, heads = fields.read_count("hidden_size"), fields.read_count("num_attention_heads")
-    groups = fields.read_count("num_key_value_heads", default=heads)
-    fields.check_fields(
-        heads % groups == 0,
-        "The attention heads are no multiple of the key/value heads.",
-        f"num_attention_heads {heads}, num_key_value_heads {groups}",
-        "a multiple",
-    )
-    if fields.first_value("head_dim") is None:
-        fields.check_fields(
-            hidden % heads == 0,
-            "The hidden size is no multiple of the attention heads.",
-            f"hidden_size {hidden}, num_attention_heads {heads}",
-            "a multiple, or the field head_dim",
-        )
-    head_dim = fields.read_count("head_dim", default=max(1, hidden // heads))
+    hidden, heads, groups, head_dim = read_attention_sizes(fields)
     layers = fields.read_count("num_hidden_layers")
-    theta, scaling, rotary_dim = _rope_fields(fields, head_dim)
-    if fields.read_number("attention_dropout", default=0.0) > 0:
-        warnings.warn(f"{where}: attention_dropout is ignored: attention is computed without dropout", stacklevel=2)
+    theta, scaling, rotary_dim = read_rope(fields, head_dim)
+    warn_of_dropout(fields)
     experts, top_k, expert_size, normalize, sparse = _expert_sizes(fields, model_type, layers)
     bias = fields.read_flag("attention_bias", default=False) and model_type in ("llama", "qwen3", "qwen3_moe")
     return LlamaConfig(
@@ -191,32 +198,6 @@ def read(config: Mapping[str, Any], where: str) -> LlamaConfig:
         sparse_layers=sparse,
         initializer_range=fields.read_number("initializer_range", default=0.02),
     )
-
-
-def _rope_fields(fields: ConfigFields, head_dim: int) -> tuple[float, Mapping[str, Any] | None, int]:
-    """(theta, scaling or None, rotated dimensions), from the fields of transformers 4 or 5."""
-    parameters = dict(fields.first_value("rope_parameters", default={}))
-    old = fields.first_value("rope_theta")
-    new = parameters.pop("rope_theta", None)
-    fields.check_fields(
-        None in (old, new) or old == new,
-        "The configuration gives two values of rope_theta.",
-        f"rope_theta {old}, rope_parameters.rope_theta {new}",
-        "one, or two equal ones",
-    )
-    theta = float(new if new is not None else old if old is not None else 10000.0)
-    partial = parameters.pop("partial_rotary_factor", None) or fields.read_number("partial_rotary_factor", default=1.0)
-    scaling = parameters or dict(fields.first_value("rope_scaling", default={}))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return theta, None, int(head_dim * partial)
-    scaling = {"rope_type": kind, **{key: value for key, value in scaling.items() if key not in ("type", "rope_type")}}
-    scaling.pop("rope_theta", None)
-    if kind == "yarn" and scaling.get("original_max_position_embeddings") is None:
-        scaling["original_max_position_embeddings"] = fields.read_count("max_position_embeddings")
-    rotary_dim = int(head_dim * partial)
-    rotary_frequencies({"theta": theta, "dim": rotary_dim, "scaling": scaling})  # raises if a field is missing
-    return theta, scaling, rotary_dim
 
 
 def _layer_windows(fields: ConfigFields, model_type: str, layers: int) -> tuple[int | None, ...]:
@@ -264,5 +245,6 @@ def _expert_sizes(fields: ConfigFields, model_type: str, layers: int) -> tuple[i
 
 
 FAMILY = ModelFamily(
-    name="llama", model_types=tuple(_ARCHITECTURES), read=read, builder="pipefit.model.families.llama.layers"
+    name="llama", model_types=tuple(_ARCHITECTURES), read=read, builder="pipefit.model.families.decoder.layers"
 )
+FAMILIES = (FAMILY,)

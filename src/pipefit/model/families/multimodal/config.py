@@ -218,3 +218,4 @@ FAMILY = ModelFamily(
     builder="pipefit.model.families.multimodal.layers",
     parts=("vision", "language"),
 )
+FAMILIES = (FAMILY,)

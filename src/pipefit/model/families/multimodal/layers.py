@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pipefit.model.families.common import RMSNorm, TokenLoss, name_layer
-from pipefit.model.families.llama import layers as llama
+from pipefit.model.families.decoder import layers as decoder
 from pipefit.model.families.llama.config import LlamaConfig
 from pipefit.model.families.multimodal import diffusion_layers as diffusion
 from pipefit.model.families.multimodal import vision_layers as vision
@@ -81,7 +81,7 @@ def _vision_layers(config: MultimodalConfig) -> list[nn.Module]:
 
 def _language_layers(config: MultimodalConfig) -> list[nn.Module]:
     """The layers of the language model; the first and last are replaced if another module is connected there."""
-    plain = llama.build(config.language)
+    plain = decoder.build(config.language)
     embed, *blocks, head, loss = plain
     if config.vision is not None:
         placed = MultimodalEmbed(config.language)

@@ -1,0 +1,1 @@
+"""Model types of the decoder, one file each: its config.json as options, and its tensor names."""
