@@ -27,6 +27,9 @@ CLAUSE_PRONOUNS = re.compile(
 )
 SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`*\[(])")
 LONG_SENTENCE_WORDS = 30
+GIVEN_NAMES = frozenset({"forward", "backward"})
+"""Methods that PyTorch names."""
+
 MOST_PARAMETERS = 7
 MOST_BRANCHES = 15
 BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.BoolOp, ast.comprehension, ast.Assert)
@@ -81,7 +84,7 @@ def count_names(files: Sequence[Path]) -> NameCounts:
                 class_files[node.name] += 1
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 stored.append(node.id)
-    plain = [name for name in function_names if not name.startswith("__")]
+    plain = [name for name in function_names if not name.startswith("__") and name not in GIVEN_NAMES]
     return NameCounts(
         functions=len(plain),
         one_word_functions=sum("_" not in name.strip("_") for name in plain),
