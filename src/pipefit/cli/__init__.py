@@ -17,6 +17,7 @@ import typer
 
 from pipefit import __version__
 from pipefit.errors import PipefitError
+from pipefit.extras import missing_package
 from pipefit.plugins import load_plugins
 
 
@@ -44,6 +45,12 @@ def main() -> None:
         build_app()()
     except PipefitError as error:
         print(f"pipefit: {error.full_text()}", file=sys.stderr)
+        code = 2
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None:
+            raise
+        print(f"pipefit: {missing.full_text()}", file=sys.stderr)
         code = 2
     except SystemExit as ended:
         code = ended.code

@@ -14,9 +14,10 @@ from typing import Any
 
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, suggest_name
+from pipefit.extras import is_installed
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
 from pipefit.model.families import FAMILIES, family_of_type, read_family_config
-from pipefit.model.families.build import USER, build_layers, typed_config
+from pipefit.model.families.build import USER, build_layers, typed_config, write_family
 from pipefit.model.graph import Model
 
 __all__ = [
@@ -110,14 +111,17 @@ def open_model(source: str) -> Model:
 
 
 def open_family(family: str, config: Mapping[str, Any]) -> Model:
-    """Return the captured model of a family and configuration: from the cache without torch, or captured and stored.
+    """Return the captured model of a family and configuration: from the cache, captured and stored, or without torch
+    written.
 
-    Raises ModelError for bad fields or an unknown family.
+    Raises ModelError for bad fields or an unknown family, and for one that needs torch where it is not installed.
     """
     key = cache_key(family, config) if cache_folder() is not None else None
     model = None if key is None else load_captured(key)
     if model is not None:
         return model
+    if not is_installed("torch"):
+        return write_family(family, config)
     from pipefit.model.capture.layers import capture_family
 
     model = capture_family(family, config)

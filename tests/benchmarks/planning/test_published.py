@@ -115,7 +115,7 @@ def test_missing_devices_and_models_are_refused(tmp_path: Path) -> None:
     future = replace(PUBLISHED, devices={"B200": PublishedDevice(kind="B2000", source="none")})
     with pytest.raises(ClusterError, match="B2000"):
         cluster_of(ROWS["bridge-llama3-8b-b200"], future)
-    with pytest.raises(ModelError, match="not known"):
+    with pytest.raises(ModelError, match="lacks the field"):
         resolve_model(model_source(ROWS["nemo-deepseek-v3"], PUBLISHED, tmp_path))
 
 

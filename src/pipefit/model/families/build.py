@@ -12,6 +12,8 @@ from pipefit.plugins import call_name, call_plugin, import_function
 if TYPE_CHECKING:
     import torch
 
+    from pipefit.model.graph import Model
+
 USER = "user"
 "The family of models that a user's function builds; the only field of its configuration is `source`."
 
@@ -21,6 +23,27 @@ def typed_config(family: str, config: Mapping[str, Any], where: str = "config") 
     if family not in FAMILIES:
         raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
     return read_family_config(FAMILIES[family], config, where)
+
+
+def write_family(family: str, config: Mapping[str, Any]) -> Model:
+    """Return the model of a family as operator graphs, without torch. Raises ModelError for bad fields, and for a
+    family that needs torch."""
+    if family != USER:
+        typed = typed_config(family, config)
+        writer = FAMILIES[family].graphs
+        if writer:
+            model: Model = import_function(FAMILIES.describe_entry(family), writer, "write_model")(
+                family, config, typed
+            )
+            return model
+    written = [name for name, entry in FAMILIES.items() if entry.graphs]
+    raise ModelError(
+        "This model is captured by PyTorch, which is not installed.",
+        where="--model",
+        seen="your own layers" if family == USER else f"the family {family}",
+        allowed=f"without PyTorch: a saved model, or one of the families {', '.join(sorted(written))}",
+        next_step="pip install 'pipefit[run]'",
+    )
 
 
 def find_builder(family: str) -> Callable[[ModelConfig], list[torch.nn.Module]]:

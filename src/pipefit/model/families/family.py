@@ -83,5 +83,8 @@ class ModelFamily:
     "(config, where) -> typed configuration. Raises ModelError."
     builder: str
     "Module with `build(config) -> list[nn.Module]`; it imports torch."
+    graphs: str = ""
+    """Module with `write_model(family, config, typed) -> Model`, which writes the captured model without torch; '': the
+    family is captured only."""
     parts: tuple[str, ...] = ()
     "Fields of a config.json that may name the directory of another model, whose config.json replaces them."

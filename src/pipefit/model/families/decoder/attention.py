@@ -5,7 +5,6 @@ Shape suffixes: B rows, T tokens, H heads, G key/value heads, R heads a key/valu
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from pipefit.model.families.common import OperatorModule, constant_vector, make_attention, statistics_dtype
 from pipefit.model.families.decoder.options import DecoderOptions
+from pipefit.model.families.decoder.slopes import alibi_slopes
 
 
 class ScoreAttention(OperatorModule):
@@ -64,18 +64,6 @@ class AlibiFeatures(nn.Module):
         slope_BTH1 = slope_H[None, None, :, None].expand(*q_BTHK.shape[:2], -1, -1).to(q_BTHK.dtype)
         place_BTG1 = positions_BT.to(k_BTGK.dtype)[:, :, None, None].expand(-1, -1, k_BTGK.shape[2], -1)
         return torch.cat((q_BTHK, slope_BTH1), dim=-1), torch.cat((k_BTGK, place_BTG1), dim=-1)
-
-
-def alibi_slopes(heads: int) -> list[float]:
-    """Return the slope of each head: powers of 2^(-8/n) for n heads, n a power of two. Further heads take every second
-    slope of twice as many heads."""
-    power = 2 ** math.floor(math.log2(heads))
-    base = 2.0 ** -(2.0 ** -(math.log2(power) - 3))
-    slopes = [base**i for i in range(1, power + 1)]
-    if power < heads:
-        wider = 2.0 ** -(2.0 ** -(math.log2(2 * power) - 3))
-        slopes += [wider**i for i in range(1, 2 * (heads - power) + 1, 2)]
-    return slopes
 
 
 def make_scores(options: DecoderOptions, layer: int) -> nn.Module:

@@ -12,6 +12,7 @@ from pipefit.model.families.decoder.stored_names import StoredNames
 from pipefit.model.families.family import InitialValue, ModelFamily, WeightTensor
 
 BUILDER = "pipefit.model.families.decoder.layers"
+GRAPHS = "pipefit.model.families.decoder.graphs"
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that training does not read, and generation does. They are written as they were read."""
@@ -60,4 +61,4 @@ def finish_config(
 
 def decoder_family(model_type: str, read: Callable[[Mapping[str, Any], str], DecoderConfig]) -> ModelFamily:
     """Return the family of one model type."""
-    return ModelFamily(name=model_type, model_types=(model_type,), read=read, builder=BUILDER)
+    return ModelFamily(name=model_type, model_types=(model_type,), read=read, builder=BUILDER, graphs=GRAPHS)

@@ -106,5 +106,11 @@ def read(config: Mapping[str, Any], where: str) -> GPT2Config:
     )
 
 
-FAMILY = ModelFamily(name="gpt2", model_types=("gpt2",), read=read, builder="pipefit.model.families.gpt2.layers")
+FAMILY = ModelFamily(
+    name="gpt2",
+    model_types=("gpt2",),
+    read=read,
+    builder="pipefit.model.families.gpt2.layers",
+    graphs="pipefit.model.families.gpt2.graphs",
+)
 FAMILIES = (FAMILY,)

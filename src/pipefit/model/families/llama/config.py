@@ -245,6 +245,10 @@ def _expert_sizes(fields: ConfigFields, model_type: str, layers: int) -> tuple[i
 
 
 FAMILY = ModelFamily(
-    name="llama", model_types=tuple(_ARCHITECTURES), read=read, builder="pipefit.model.families.decoder.layers"
+    name="llama",
+    model_types=tuple(_ARCHITECTURES),
+    read=read,
+    builder="pipefit.model.families.decoder.layers",
+    graphs="pipefit.model.families.decoder.graphs",
 )
 FAMILIES = (FAMILY,)

@@ -62,8 +62,8 @@ def _falcon_sizes(fields: RecordedFields) -> dict[str, Any]:
     activation = fields.first_value("activation", default="gelu")
     usual = RecordedFields(config | {"intermediate_size": size, "hidden_act": activation}, fields.where)
     options = usual_options(usual, "num_kv_heads")
-    own = ("vocab_size", "hidden_size", "num_hidden_layers", "num_kv_heads")
-    fields.record |= {name: usual.record[name] for name in own}
+    separate = ("vocab_size", "hidden_size", "num_hidden_layers", "num_kv_heads")
+    fields.record |= {name: usual.record[name] for name in separate}
     return options
 
 

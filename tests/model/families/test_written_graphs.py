@@ -1,0 +1,124 @@
+"""Graphs that are written without torch against those that capture makes of the layers, and commands without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.model.families.test_decoders import DECODER_VARIANTS
+
+from pipefit.errors import ModelError
+from pipefit.extras import is_installed, missing_package
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.families import FAMILIES
+from pipefit.model.families.build import write_family
+from pipefit.model.graph import Model
+from pipefit.model.registry import builtin_names, describe_config, resolve_model
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 256,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    **DECODER_VARIANTS,
+    "gpt2": GPT2,
+    "gpt2-dropout": GPT2 | {"resid_pdrop": 0.1, "embd_pdrop": 0.2},
+    "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "activation_function": "relu"},
+    "gpt2-scaled": GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+}
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "published_configs.json").read_text(encoding="utf-8")
+)
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "safetensors", "transformers", "tokenizers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+sys.meta_path.insert(0, Missing())
+from pipefit.cli import main
+sys.argv = ["pipefit", *sys.argv[1:]]
+main()
+"""
+"""The command line where these packages are not installed."""
+
+
+def pipefit_without(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PIPEFIT_CACHE": str(folder / "cache")}
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *words], capture_output=True, text=True, timeout=200, env=environment
+    )
+
+
+def same_model(config: dict[str, Any], name: str) -> None:
+    """Assert that both models of a configuration are equal to the last character."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        described = describe_config(config, name, name)
+        captured = capture_family(described.family, described.config)
+        written = write_family(described.family, described.config)
+    assert written.hash == captured.hash and isinstance(written, Model)
+    assert written == captured
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_written_graphs_are_the_captured_ones(name: str) -> None:
+    same_model(VARIANTS[name], name)
+
+
+@pytest.mark.parametrize("name", [name for name in builtin_names() if resolve_model(name).family != "multimodal"])
+def test_built_in_models_are_written_as_captured(name: str) -> None:
+    described = resolve_model(name)
+    assert write_family(described.family, described.config) == capture_family(described.family, described.config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_written_as_captured(name: str) -> None:
+    entry = PUBLISHED[name]
+    same_model(entry.get("config", entry), name)
+
+
+def test_every_family_of_language_models_can_be_written() -> None:
+    assert {name for name, family in FAMILIES.items() if not family.graphs and name in FAMILIES} == {"multimodal"}
+
+
+def test_models_that_need_torch_are_answered_without_it() -> None:
+    for family in ("multimodal", "user"):
+        with pytest.raises(
+            ModelError, match=r"captured by PyTorch[\s\S]*deepseek_v3[\s\S]*pip install 'pipefit\[run\]'"
+        ):
+            write_family(family, resolve_model("multimodal-tiny").config if family == "multimodal" else {"source": "a"})
+
+
+def test_plans_are_made_without_torch(tmp_path: Path) -> None:
+    from pipefit.plan.check.rules import load_plan
+
+    config, plan = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps(DECODER_VARIANTS["gemma2"] | {"vocab_size": 256}))
+    request = ("--cluster", "2xH100", "--batch", "8", "--seq", "64", "--quiet", "-o", str(plan))
+    done = pipefit_without(tmp_path, "plan", "--model", str(config), *request)
+    assert done.returncode == 0, done.stderr
+    described = resolve_model(str(config))
+    assert load_plan(plan).hashes.model == capture_family(described.family, described.config).hash
+    for words in (("simulate", str(plan)), ("report", str(plan), "-o", str(tmp_path / "report.html"))):
+        done = pipefit_without(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    done = pipefit_without(tmp_path, "train", str(plan), "--steps", "1", "-o", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("pipefit: This needs PyTorch, which is not installed.")
+    assert "pip install 'pipefit[run]'" in done.stderr and len(done.stderr.splitlines()) <= 4
+
+
+def test_only_optional_packages_are_answered() -> None:
+    assert missing_package(ModuleNotFoundError("no", name="numpy")) is None
+    answered = missing_package(ModuleNotFoundError("no", name="PIL.Image"))
+    assert answered is not None and "pipefit[images]" in answered.full_text()
+    assert is_installed("torch") and not is_installed("no_such_module_here")
