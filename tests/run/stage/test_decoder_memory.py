@@ -12,7 +12,7 @@ from tests.support.worker_plans import model
 
 from pipefit.model.analysis.saved import saved_bytes
 from pipefit.run.stage.memory_audit import StorageAudit
-from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 
 ROWS, TOKENS, WIDTH = 2, 16, 48
 QUICK = ("gemma2", "gpt_oss", "deepseek_v3", "cohere-normed", "bloom")
@@ -28,7 +28,7 @@ def test_a_layer_keeps_the_predicted_bytes(name: str, recompute: str) -> None:
     chain = model(name)
     graph = chain.layer_graph(chain.layers[-3])
     layer = StageLayer("layer", graph, {parameter.name: f"layer.{parameter.name}" for parameter in graph.parameters})
-    program = StageProgram([layer], recompute=recompute, dtype=torch.float64)
+    program = StageProgram([layer], StageSetup(recompute=recompute, dtype=torch.float64))
     fill(program)
     program.begin_step(0, 1)
     feed, x = toy_feed(ROWS, TOKENS), torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.float64)
