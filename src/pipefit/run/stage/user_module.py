@@ -15,8 +15,8 @@ import torch
 from pipefit.data.samples import UserSamples, field_of
 from pipefit.data.sources import STDLIB
 from pipefit.errors import DataError
-from pipefit.model.capture.whole import input_tensors
 from pipefit.model.any_class import FIELDS
+from pipefit.model.capture.whole import input_tensors
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER
 from pipefit.model.graph import TensorSpec
