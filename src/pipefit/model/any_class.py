@@ -1,8 +1,8 @@
 """Models of `transformers` without a family of pipefit: the library's own class, built from a config.json.
 
-The class is captured as a complete module (`capture/whole.py`), for one number of tokens. Its loss is that of the
-native language models: the cross-entropy of the logits against labels that the step plan has shifted. No code of a
-model's directory is run.
+The class is captured as a complete module (`capture/whole.py`), for one number of tokens. Its loss, as in
+native language models, is the cross-entropy of the logits against labels shifted by the step plan. No code of a model's
+directory is run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipefit.errors import ModelError
 from pipefit.model.example import Example
 
 FIELDS = "library_config"
-"""The field of a user model's configuration that holds the config.json."""
+"""The field of a user model's configuration with the config.json."""
 
 TOKENS = "tokens"
 """The field of a user model's configuration with the number of tokens of a row."""
@@ -36,7 +36,7 @@ def library_fields(config: Mapping[str, Any], name: str, tokens: int) -> dict[st
 
 
 def library_types(seen: str) -> frozenset[str]:
-    """Return the model types of all causal language models that `transformers` has. Raises ModelError if it is not
+    """Return the model types of all causal language models of `transformers`. Raises ModelError if it is not
     installed."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
@@ -103,7 +103,7 @@ def _turn_off_caches(config: Any) -> None:
 
 
 def token_loss(result: Any, labels: Any) -> Any:
-    """Return the mean cross-entropy of a result's logits, over the labels that count."""
+    """Return the mean cross-entropy of a result's logits, over labels other than -100."""
     from torch.nn import functional
 
     return functional.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten())

@@ -84,7 +84,7 @@ def resolve_model(source: str, tokens: int | None = None) -> ModelDescription:
 
 def describe_config(config: Mapping[str, Any], name: str, where: str, tokens: int | None = None) -> ModelDescription:
     """Return the `ModelDescription` of a config.json's data: the family by model type, the configuration in canonical
-    spelling. Without a family, that of the class of `transformers`."""
+    spelling. Without a family it describes the class of `transformers`."""
     model_type = config.get("model_type")
     family = family_of_type(model_type)
     if family is not None:

@@ -188,7 +188,7 @@ def _convert_dropout(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: 
 
 @converts_any("aten.detach_")
 def _convert_detach(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """Emit a detached copy: a value that others read with gradients is refused."""
+    """Emit a detached copy. A value with other readers is refused."""
     if len(args[0].users) > 1:
         raise UnconvertibleError(f"detach_ of a value that others read{line_of(node)}")
     attributes: dict[str, Any] = {

@@ -183,7 +183,7 @@ def _convert_broadcast(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
 
 
 def _convert_native_dropout(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Convert dropout that an export has decomposed; its mask has no reader."""
+    """Convert dropout decomposed by the export; its mask has no reader."""
     if any(user.args[1] != 0 for user in node.users) or not emitter.whole:
         raise UnconvertibleError(f"dropout whose mask is read{line_of(node)}")
     return [emit_row_dropout(emitter, node.args[0], float(args[1]), bool(args[2]), line_of(node)), ""]

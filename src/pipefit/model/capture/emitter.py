@@ -16,6 +16,11 @@ class UnconvertibleError(Exception):
     """The reason why a layer cannot be expressed in operators, with its source line."""
 
 
+def refuse_rows(emitter: GraphEmitter, node: Any) -> str:
+    """Raise UnconvertibleError: layers have no constants by rows."""
+    raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
+
+
 class GraphEmitter:
     """Collects operators. `names` maps exported nodes to value names; nodes without a tensor value are absent."""
 
@@ -42,6 +47,8 @@ class GraphEmitter:
         "Nodes with known numbers (torch tensors) that are not in the graph yet."
         self.row_constants: dict[Any, tuple[Any, Any]] = {}
         "Nodes with numbers known for two numbers of rows (`row_constants.py`)."
+        self.emit_row_constant: Callable[[GraphEmitter, Any], str] = refuse_rows
+        "Emits the value of such a node."
         self.dropouts = 0
         self.largest = WHOLE_CONSTANT if whole else LAYER_CONSTANT
         self.source = prefix
@@ -56,9 +63,7 @@ class GraphEmitter:
             self.names[node] = self._emit_constant(node)
             return self.names[node]
         if node in self.row_constants:
-            from pipefit.model.capture.row_constants import emit_row_constant
-
-            self.names[node] = emit_row_constant(self, node)
+            self.names[node] = self.emit_row_constant(self, node)
             return self.names[node]
         raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
 

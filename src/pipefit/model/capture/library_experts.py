@@ -1,7 +1,7 @@
-"""Experts of `transformers` in a form that keeps rows apart, for the time of an export.
+"""Experts of `transformers` with rows apart, for the time of an export.
 
 The library sorts the tokens of a batch by expert, so rows of different requests meet in one product. Here every expert
-computes every token, and the weights of experts that a token did not select are zero. Results and gradients are equal;
+computes every token, and the weights of experts not selected are zero. Results and gradients are equal;
 the cost is that of all experts.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def separate_rows() -> Iterator[None]:
-    """Replace all implementations of experts that `transformers` knows, if it is loaded."""
+    """Replace all implementations of experts in `transformers`, if it is loaded."""
     library = sys.modules.get("transformers.integrations.moe")
     known = getattr(getattr(library, "ALL_EXPERTS_FUNCTIONS", None), "_global_mapping", None)
     if known is None:
@@ -33,7 +33,7 @@ def separate_rows() -> Iterator[None]:
 def run_all_experts(experts: Any, x_ND: Any, selected_NS: Any, weight_NS: Any) -> Any:
     """The weighted sum of the experts' results; N tokens, D features, E experts, S selected ones of a token.
 
-    A number of an expert that does not exist selects none.
+    A number beyond the last expert selects none.
     """
     import torch
 

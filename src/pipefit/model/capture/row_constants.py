@@ -1,7 +1,7 @@
 """Constants of a complete model that have rows: masks, positions and first states, equal for all rows.
 
-A node that reads only known numbers and the number of rows is computed for two numbers of rows. If all rows of both
-results are equal, the value is one row, expanded. So a mask that a library builds for every row of a batch is known.
+A node of only known numbers and the number of rows is computed for two numbers of rows. If all rows of both results are
+equal, the value is one row, expanded. So a mask built for every row of a batch is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 ROW_COUNTS = (3, 5)
-"""Numbers of rows that row constants are computed for."""
+"""The two numbers of rows."""
 
 Numbers = tuple[Any, Any]
 """A value for each of the `ROW_COUNTS`."""

@@ -21,6 +21,7 @@ from pipefit.model.capture.export import MODULE, export_reason, fold_constant, o
 from pipefit.model.capture.library_experts import separate_rows
 from pipefit.model.capture.lift import lift_graph
 from pipefit.model.capture.rewrite import unused_name
+from pipefit.model.capture.row_constants import emit_row_constant
 from pipefit.model.capture.settle import move_reshapes, settle_graph
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER
@@ -188,6 +189,7 @@ def _convert_export(
     emitter = GraphEmitter(
         {str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True
     )
+    emitter.emit_row_constant = emit_row_constant
     fed = input_tensors(example)
     inputs = [
         replace(fed[name], dtype=emitter.node_dtype(node)) for name, node in zip(names, placeholders, strict=True)
