@@ -2,7 +2,7 @@
 
 The library sorts the tokens of a batch by expert, so rows of different requests meet in one product. Here every expert
 computes every token, and the weights of experts not selected are zero. Results and gradients are equal;
-the cost is that of all experts.
+all experts are paid for.
 """
 
 from __future__ import annotations
