@@ -41,7 +41,7 @@ TORCH_AT_IMPORT = (
 """Where torch may be imported with the module: doing the work, measuring it, and the models as nn.Module layers."""
 
 TORCH_INSIDE_FUNCTIONS = (
-    "model/capture/", "model/weights/", "model/families/build", "model/user", "optimizers/", "cli/",
+    "model/capture/", "model/weights/", "model/families/build", "model/any_class", "model/user", "optimizers/", "cli/",
 )  # fmt: skip
 """Where functions may import torch: they capture, build, load or save a model, or start a run; optimizers for types."""
 

@@ -10,6 +10,7 @@ EXTRAS = {
     "torch": ("run", "PyTorch"),
     "safetensors": ("run", "safetensors"),
     "tokenizers": ("run", "tokenizers"),
+    "transformers": ("transformers", "transformers"),
     "pyarrow": ("parquet", "pyarrow"),
     "PIL": ("images", "Pillow"),
     "ray": ("ray", "Ray"),

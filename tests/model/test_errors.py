@@ -26,8 +26,8 @@ def refused(config: dict[str, Any]) -> str:
 
 
 def test_an_unknown_model_type_lists_the_known_ones() -> None:
-    text = refused({**LLAMA, "model_type": "mamba"})
-    assert "The model type is not known." in text and "'mamba'" in text
+    text = refused({**LLAMA, "model_type": "no_such_type"})
+    assert "The model type is not known." in text and "'no_such_type'" in text
     for known in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"):
         assert known in text
     assert "FILE.py:FUNCTION" in text

@@ -38,7 +38,7 @@ def test_the_quick_tier_has_tests_of_every_folder_within_its_budget() -> None:
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     chosen = tiers.choose_quick_files(RECORDED, files)
     assert {tiers.folder_of(file) for file in chosen} == {tiers.folder_of(file) for file in files}
-    assert sum(tiers.quick_cost(RECORDED, file) for file in chosen) <= tiers.QUICK_BUDGET_S
+    assert sum(tiers.quick_cost(RECORDED, file) for file in chosen) <= tiers.QUICK_BUDGET_S + 1e-6
 
 
 def test_most_files_are_recorded() -> None:

@@ -119,7 +119,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
         print(f"measured with other software: {difference}", file=sys.stderr)
     constraints = parse_constraints(options.fix, options.batch)
     chosen = {} if options.tolerance is None else {"tolerance": parse_tolerance(options.tolerance)}
-    opened_model = open_model(options.model)
+    opened_model = open_model(options.model, options.seq)
     if chosen and len(opened_model.modules) > 1:
         raise PlanError(
             "A plan of several modules is the fastest: no order says which of them is simpler.",

@@ -60,7 +60,7 @@ def command(options: ShardOptions) -> None:
     network = Network(opened_cluster)
     chosen = _parse_devices(options.devices, network.devices)
     given_shares = _parse_shares(options.shares, len(chosen))
-    opened_model = open_model(options.model)
+    opened_model = open_model(options.model, options.seq)
     seq = 1024 if options.seq is None and fixed_length(opened_model) is None else options.seq
     tokens = resolve_length(opened_model, seq)
     _check_sizes(options, tokens)

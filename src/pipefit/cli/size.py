@@ -99,7 +99,7 @@ def _read_request(options: SizeOptions) -> SizingRequest:
         check_prices(devices, prices, str(options.prices))
     if options.output is not None:
         make_folder(options.output, "page", PlanError)
-    opened_model = open_model(options.model)
+    opened_model = open_model(options.model, options.seq)
     sequence = resolve_length(opened_model, options.seq)
     job = {
         "batch": step_rows(batch, sequence),

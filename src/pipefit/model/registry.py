@@ -1,7 +1,8 @@
 """Known models by name, directory or file, and their layers and graphs. No torch at import.
 
 A source is a built-in name (`builtin_names`), a directory with a Hugging Face config.json, such a file, a saved model
-(JSON of `Model`), or `FILE.py:FUNCTION`, a user's function that returns a list of `nn.Module` layers.
+(JSON of `Model`), or `FILE.py:FUNCTION`, a user's function that returns a list of `nn.Module` layers. A model type
+without a family is the class of `transformers`, if it has one (`any_class.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, suggest_name
 from pipefit.extras import is_installed
+from pipefit.model.any_class import library_fields
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
 from pipefit.model.families import FAMILIES, family_of_type, read_family_config
 from pipefit.model.families.build import USER, build_layers, typed_config, write_family
@@ -52,9 +54,9 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _BUILTIN_DIRECTORY.glob("*.json")))
 
 
-def resolve_model(source: str) -> ModelDescription:
-    """Return the description of the model named by `source`. Raises ModelError (unknown name or model type, bad fields)
-    or FormatError (invalid JSON)."""
+def resolve_model(source: str, tokens: int | None = None) -> ModelDescription:
+    """Return the description of the model named by `source`. `tokens` is the length of a row, for classes of
+    `transformers`. Raises ModelError (unknown name or model type, bad fields) or FormatError (invalid JSON)."""
     path = Path(source)
     if source in builtin_names():
         return describe_config(
@@ -66,12 +68,12 @@ def resolve_model(source: str) -> ModelDescription:
         if not (path / "config.json").is_file():
             raise ModelError("The directory has no config.json.", where=str(path), next_step="give a model's directory")
         config = _load_parts(read_json(path / "config.json"), path)
-        return describe_config(config, source, where=str(path / "config.json"))
+        return describe_config(config, source, where=str(path / "config.json"), tokens=tokens)
     if path.is_file():
         data = read_json(path)
         if "graphs" in data and "modules" in data:
             return ModelDescription(source, str(data.get("family", USER)), data.get("config", {}))
-        return describe_config(_load_parts(data, path.parent), source, where=source)
+        return describe_config(_load_parts(data, path.parent), source, where=source, tokens=tokens)
     raise ModelError(
         "The model is not known.",
         where="--model",
@@ -81,32 +83,35 @@ def resolve_model(source: str) -> ModelDescription:
     )
 
 
-def describe_config(config: Mapping[str, Any], name: str, where: str) -> ModelDescription:
+def describe_config(config: Mapping[str, Any], name: str, where: str, tokens: int | None = None) -> ModelDescription:
     """Return the `ModelDescription` of a config.json's data: the family by model type, the configuration in canonical
-    spelling."""
+    spelling. Without a family it describes the class of `transformers`."""
     model_type = config.get("model_type")
     family = family_of_type(model_type)
     if family is not None:
         return ModelDescription(name, family.name, read_family_config(family, config, where).to_config())
+    fields = library_fields(config, name, tokens or 0) if model_type else None
+    if fields is not None:
+        return ModelDescription(name, USER, fields)
     known = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
     raise ModelError(
         "The model type is not known." if model_type else "The configuration lacks the field 'model_type'.",
         where=where,
         seen=repr(model_type),
-        allowed=known,
+        allowed=f"{known}, and every causal language model of `transformers`",
         next_step="write the layers as nn.Modules and give FILE.py:FUNCTION",
     )
 
 
-def open_model(source: str) -> Model:
+def open_model(source: str, tokens: int | None = None) -> Model:
     """Return the captured model named by `source`: a saved model is read (without torch), any other source is
-    captured, or read from the cache of captured models."""
+    captured, or read from the cache of captured models. A class of `transformers` is captured for rows of `tokens`."""
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         data = read_json(path)
         if "graphs" in data and "modules" in data:
             return codec.from_data(Model, data, source)
-    described = resolve_model(source)
+    described = resolve_model(source, tokens)
     return open_family(described.family, described.config)
 
 

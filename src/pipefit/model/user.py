@@ -1,19 +1,26 @@
 """A user's own model: `FILE.py:FUNCTION`, a function without arguments that returns a list of nn.Module layers, or an
-`Example` of a complete model."""
+`Example` of a complete model. A class of `transformers` (`any_class.py`) is such an example, too."""
 
 from __future__ import annotations
 
 import importlib.util
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipefit.codec import content_digest
 from pipefit.errors import ModelError, PipefitError
+from pipefit.model.any_class import FIELDS, library_example
 from pipefit.model.example import Example
+
+
+def open_user_model(config: Mapping[str, Any]) -> Any:
+    """Return the Example or list of layers that the configuration of a user's model names. Raises ModelError if it
+    cannot be made."""
+    return library_example(config) if FIELDS in config else make_user_model(str(config.get("source", "")))
 
 
 def make_user_model(source: str) -> Any:

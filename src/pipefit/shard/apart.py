@@ -8,7 +8,7 @@ without a rule, a dimension of rows that stays in place is assumed to hold the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -108,7 +108,7 @@ def _output_state(operator: Operator, shapes: Mapping[str, Shape], states: Seque
     if _is_unknown(operator, shapes):
         if 0 in rows and rows[0].dim in _seen_along(operator, len(shapes[operator.inputs[0]])):
             raise _MixedRows(f"{name} that mixes rows: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
-        return _assumed_state(name, out, [*rows.values()])
+        return _assumed_state(name, out, {(state, shapes[operator.inputs[i]][state.dim]) for i, state in rows.items()})
     labels = {(labelled.inputs[index] or ())[state.dim] for index, state in rows.items()}
     mixing = {None, *labelled.kinds}  # labels with their own kind need collectives
     if len(labels) > 1 or labels & mixing or len({state.inner for state in rows.values()}) > 1:
@@ -170,12 +170,13 @@ def _is_unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
     return KINDS[operator.kind].is_module
 
 
-def _assumed_state(name: Any, out: Shape, rows: Sequence[RowIndependence]) -> State:
-    """Return the assumed state for an unknown function: rows stay in place, or all are summed in a loss."""
+def _assumed_state(name: Any, out: Shape, rows: Set[tuple[RowIndependence, Size]]) -> State:
+    """Return the assumed state for an unknown function: rows stay in place, or all are summed in a loss. `rows` holds
+    the states of its inputs, with the sizes of their dimensions of rows."""
     if not out and name == "opaque":
         return SummedRows()
-    (first, *rest) = {*rows}
-    if rest or first.inner != 1 or first.dim >= len(out) or out[first.dim] != ROWS:
+    ((first, size), *rest) = rows
+    if rest or first.dim >= len(out) or out[first.dim] != size:
         raise _MixedRows(f"{name}, an unknown function, whose result {out} does not have the rows in the same place")
     return first
 

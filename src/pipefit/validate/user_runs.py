@@ -168,7 +168,7 @@ def _row_run(row: Mapping[str, str], where: str) -> PlannedRun:
         fix=tuple(row.get("fix", "").split()),
         step_s=value if speed == "step_s" else tokens / value,
     )
-    return plan_run(run, open_model(run.source))
+    return plan_run(run, open_model(run.source, run.job.sequence))
 
 
 def _positive_number(row: Mapping[str, str], name: str, where: str) -> float:

@@ -29,7 +29,7 @@ class SplitLabels(NamedTuple):
 def split_labels(attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> SplitLabels | None:
     """The labels of a call; None if no rule is known for its function."""
     function = str(attributes["target"]).rsplit(".", 1)[0]
-    known = _TABLE.get(function)
+    known = _TABLE.get(str(attributes["target"])) or _TABLE.get(function)
     return None if known is None else known(attributes, tuple(inputs), tuple(attributes["shape"]))
 
 
@@ -66,6 +66,15 @@ def _label_along(
         return SplitLabels(same, after)
 
     return label_call
+
+
+def _label_picked(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> SplitLabels:
+    """Elements picked or written along one dimension; every other dimension of equal size in all values is
+    independent."""
+    dim = int(attributes["arguments"][1]) % max(1, len(inputs[0]))
+    alike = [len({shape[i] for shape in (*inputs, out) if len(shape) == len(out)}) == 1 for i in range(len(out))]
+    labels = tuple(f"d{i}" if i != dim and alike[i] else None for i in range(len(out)))
+    return SplitLabels(tuple(labels if len(shape) == len(out) else (None,) * len(shape) for shape in inputs), labels)
 
 
 def _label_images(
@@ -142,6 +151,8 @@ _TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Spl
     **{f"aten.{name}": _label_along(1) for name in ("cumsum", "cumprod", "log_softmax", "logsumexp", "amax", "amin",
     "mean", "prod", "flip", "argmax", "argmin", "any", "all", "var", "std",
                                               "max", "min")},
+    **{f"aten.{name}": _label_pointwise for name in ("max.other", "min.other")},
+    **{f"aten.{name}": _label_picked for name in ("gather", "scatter", "scatter_add")},
     "aten.sort": _label_along(1, -1),
     "aten.topk": _label_along(2, -1),
     "aten.one_hot": _label_one_hot,

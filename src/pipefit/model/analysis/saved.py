@@ -197,7 +197,7 @@ class GraphAnalysis:
             source, result = operator.inputs[0] if operator.inputs else "", operator.outputs[0]
             for name in operator.outputs:
                 self.root[name] = name
-            if not self._shares_storage(operator) or source in self.parameters:
+            if source in self.parameters or not self._shares_storage(operator):
                 continue
             if operator.kind == "reshape" and source in scrambled:
                 continue  # a reshape of permuted dimensions copies

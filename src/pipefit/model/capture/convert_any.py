@@ -12,7 +12,9 @@ from typing import Any
 
 from pipefit.errors import ModelError
 from pipefit.model.analysis.aten_splits import split_labels
+from pipefit.model.capture.dropouts import emit_row_dropout
 from pipefit.model.capture.emitter import Converter, GraphEmitter, UnconvertibleError, is_causal, is_number, line_of
+from pipefit.model.capture.row_constants import one_row
 
 Known = Callable[[GraphEmitter, Any, str], None]
 """(emitter, node, its function): the converters shared with layers."""
@@ -176,17 +178,28 @@ def _convert_sum(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapp
 
 @converts_any("aten.dropout", "aten.dropout_", "aten.feature_dropout")
 def _convert_dropout(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """Emit dropout keyed by the row and the index within the row, for any meaning of the dimensions."""
     x, p, training = args
-    if not training or p == 0:
-        return emitter.value_name(x)
-    if "feature" in str(node.target) or emitter.node_shape(x)[:1] != ("B",):
+    if "feature" in str(node.target) and training and p:
         raise UnconvertibleError(
             f"dropout of a tensor without rows in dimension 0, or of entire features{line_of(node)}"
         )
-    emitter.dropouts += 1
-    attributes = {"p": float(p), "index": emitter.dropouts - 1, "by": "rows"}
-    return emitter.emit_like(node, "dropout", (emitter.value_name(x),), attributes)
+    return emit_row_dropout(emitter, x, float(p), bool(training), line_of(node))
+
+
+@converts_any("aten.detach_")
+def _convert_detach(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+    """Emit a detached copy. A value with other readers is refused."""
+    if len(args[0].users) > 1:
+        raise UnconvertibleError(f"detach_ of a value that others read{line_of(node)}")
+    attributes: dict[str, Any] = {
+        "target": "aten.detach.default",
+        "arguments": [{"input": 0}],
+        "keywords": {},
+        "result": None,
+        "shape": list(emitter.node_shape(node)),
+        "dtype": emitter.node_dtype(node),
+    }
+    return emitter.emit_like(node, "aten", (emitter.value_name(args[0]),), attributes)
 
 
 @converts_any("aten.embedding")
@@ -252,9 +265,13 @@ def _convert_attention(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
 
 def _known_mask(emitter: GraphEmitter, mask: Any) -> Any:
     """The (queries, keys) mask if its numbers are known and equal for all rows and heads; otherwise None."""
-    while mask not in emitter.constants and str(mask.target).startswith("aten.expand"):
+    while (
+        mask not in emitter.constants
+        and mask not in emitter.row_constants
+        and str(mask.target).startswith("aten.expand")
+    ):
         mask = mask.args[0]
-    numbers = emitter.constants.get(mask)
+    numbers = one_row(emitter, mask) if mask in emitter.row_constants else emitter.constants.get(mask)
     if numbers is None or str(numbers.dtype) != "torch.bool" or numbers.dim() < 2:
         return None
     if numbers.numel() != numbers.shape[-1] * numbers.shape[-2]:

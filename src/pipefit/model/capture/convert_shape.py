@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipefit.model.capture.dropouts import emit_row_dropout
 from pipefit.model.capture.emitter import GraphEmitter, UnconvertibleError, line_of, register_converter
 from pipefit.model.graph import Size
 
@@ -181,9 +182,17 @@ def _convert_broadcast(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
     return expanded
 
 
+def _convert_native_dropout(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Convert dropout decomposed by the export; its mask has no reader."""
+    if any(user.args[1] != 0 for user in node.users) or not emitter.whole:
+        raise UnconvertibleError(f"dropout whose mask is read{line_of(node)}")
+    return [emit_row_dropout(emitter, node.args[0], float(args[1]), bool(args[2]), line_of(node)), ""]
+
+
 SPLITTERS: dict[str, Splitter] = {
     "aten.broadcast_tensors": _convert_broadcast,
     "aten.chunk": _convert_split,
+    "aten.native_dropout": _convert_native_dropout,
     "aten.split": _convert_split,
     "aten.split_with_sizes": _convert_split,
     "aten.unbind": _convert_unbind,

@@ -16,6 +16,11 @@ class UnconvertibleError(Exception):
     """The reason why a layer cannot be expressed in operators, with its source line."""
 
 
+def refuse_rows(emitter: GraphEmitter, node: Any) -> str:
+    """Raise UnconvertibleError: layers have no constants by rows."""
+    raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
+
+
 class GraphEmitter:
     """Collects operators. `names` maps exported nodes to value names; nodes without a tensor value are absent."""
 
@@ -40,6 +45,10 @@ class GraphEmitter:
         "Values of nodes with several results (chunk, split)."
         self.constants: dict[Any, Any] = {}
         "Nodes with known numbers (torch tensors) that are not in the graph yet."
+        self.row_constants: dict[Any, tuple[Any, Any]] = {}
+        "Nodes with numbers known for two numbers of rows (`row_constants.py`)."
+        self.emit_row_constant: Callable[[GraphEmitter, Any], str] = refuse_rows
+        "Emits the value of such a node."
         self.dropouts = 0
         self.largest = WHOLE_CONSTANT if whole else LAYER_CONSTANT
         self.source = prefix
@@ -53,18 +62,27 @@ class GraphEmitter:
         if node in self.constants:
             self.names[node] = self._emit_constant(node)
             return self.names[node]
+        if node in self.row_constants:
+            self.names[node] = self.emit_row_constant(self, node)
+            return self.names[node]
         raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
 
     def stand_for(self, node: Any, other: Any) -> None:
         """Give `node` the value of the node `other`."""
         if other in self.constants:
             self.constants[node] = self.constants[other]
+        elif other in self.row_constants:
+            self.row_constants[node] = self.row_constants[other]
         else:
             self.names[node] = self.value_name(other)
 
     def _emit_constant(self, node: Any) -> str:
         numbers = self.constants[node]
-        shape, dtype = tuple(numbers.shape), self.node_dtype(node) if self.whole else self.dtype_name(numbers.dtype)
+        return self.emit_numbers(numbers, self.node_dtype(node) if self.whole else self.dtype_name(numbers.dtype))
+
+    def emit_numbers(self, numbers: Any, dtype: str) -> str:
+        """Append a constant with the numbers of a tensor. Raises UnconvertibleError if there are too many."""
+        shape = tuple(numbers.shape)
         values: Any
         if len(shape) == 2 and shape[0] == shape[1] and numbers.numel() > LAYER_CONSTANT and is_causal(numbers):
             values = "causal"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.model.capture.convert import GraphEmitter
 from pipefit.model.capture.operator_modules import replace_operator_modules
+from pipefit.model.capture.row_constants import fold_rows
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,8 @@ def fold_constant(emitter: GraphEmitter, node: Any) -> bool:
     did."""
     import torch
 
+    if emitter.whole:
+        return fold_rows(emitter, node)
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
         return False
@@ -104,17 +107,10 @@ def fold_constant(emitter: GraphEmitter, node: Any) -> bool:
 
     def known_value(item: Any) -> Any:
         if isinstance(item, torch.fx.Node):
-            return _to_float64(emitter.constants[item]) if emitter.whole else emitter.constants[item].clone()
-        if emitter.whole and isinstance(item, torch.dtype) and item.is_floating_point:
-            return torch.float64  # no rounding to the dtypes of the export
+            return emitter.constants[item].clone()
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     arguments = torch.fx.node.map_aggregate(node.args, known_value)
     keywords = torch.fx.node.map_aggregate(dict(node.kwargs), known_value)
     emitter.constants[node] = node.target(*arguments, **keywords)
     return True
-
-
-def _to_float64(numbers: torch.Tensor) -> torch.Tensor:
-    """A copy, in float64 unless the dtype is integer."""
-    return numbers.double() if numbers.is_floating_point() else numbers.clone()

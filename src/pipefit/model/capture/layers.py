@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError, PipefitError
@@ -27,7 +27,7 @@ from pipefit.model.families import FAMILIES
 from pipefit.model.families.build import USER, build_layers, find_builder, typed_config
 from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, Shape, TensorSpec
 from pipefit.model.ops import KINDS
-from pipefit.model.user import make_user_model
+from pipefit.model.user import open_user_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,11 +67,11 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
     """
     if family == USER:
         source = str(config.get("source", ""))
-        user_model = make_user_model(source)
+        user_model = open_user_model(config)
         if isinstance(user_model, Example):
             from pipefit.model.capture.whole import capture_whole
 
-            return capture_whole(user_model, source)
+            return replace(capture_whole(user_model, source), config=dict(config))
         from pipefit.model.families.finish import finish_layers
 
         return check_loss(capture_layers(finish_layers(user_model, "meta", None), family=family, config=config))

@@ -236,7 +236,7 @@ def lift_attention(graph: Graph) -> Graph:
         if isinstance(heads, str) or isinstance(groups, str) or heads % groups:
             continue
         out_shape = (*editor.value_shape(swapped[0])[:-1], editor.value_shape(swapped[2])[-1])
-        attributes = {**operator.attributes, "window": None}
+        attributes = {**operator.attributes, "window": operator.attributes.get("window")}
         inner = editor.insert_operator(
             operator, "attention", tuple(swapped), out_shape, editor.value_dtype(swapped[0]), attributes
         )

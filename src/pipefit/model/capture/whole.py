@@ -18,8 +18,10 @@ from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, conv
 from pipefit.model.capture.counted import LINEAR_KINDS
 from pipefit.model.capture.cut_layers import cut_layers
 from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch
+from pipefit.model.capture.library_experts import separate_rows
 from pipefit.model.capture.lift import lift_graph
 from pipefit.model.capture.rewrite import unused_name
+from pipefit.model.capture.row_constants import emit_row_constant
 from pipefit.model.capture.settle import move_reshapes, settle_graph
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER
@@ -136,7 +138,7 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
     )
     rows = torch.export.Dim("B", min=2, max=1 << 24)
     try:
-        with quiet_torch():
+        with quiet_torch(), separate_rows():
             program = torch.export.export(
                 loss_module, (values,), dynamic_shapes=(tuple({0: rows} for _ in values),), strict=False
             )
@@ -187,6 +189,7 @@ def _convert_export(
     emitter = GraphEmitter(
         {str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True
     )
+    emitter.emit_row_constant = emit_row_constant
     fed = input_tensors(example)
     inputs = [
         replace(fed[name], dtype=emitter.node_dtype(node)) for name, node in zip(names, placeholders, strict=True)
@@ -282,7 +285,7 @@ def _convert_inner(emitter: GraphEmitter, owner: Any, node: Any) -> None:
     inner = getattr(owner, node.args[position].target)
     nodes = list(inner.graph.nodes)
     for within, value in zip((n for n in nodes if n.op == "placeholder"), node.args[position + 1 :], strict=True):
-        if value in emitter.names or value in emitter.constants:
+        if value in emitter.names or value in emitter.constants or value in emitter.row_constants:
             emitter.stand_for(within, value)
     _convert_nodes(emitter, inner, [inner_node for inner_node in nodes if inner_node.op == "call_function"])
     results = next(inner_node for inner_node in nodes if inner_node.op == "output").args[0]

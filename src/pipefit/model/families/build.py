@@ -65,10 +65,10 @@ def build_layers(
     from pipefit.model.families.finish import finish_layers
 
     if family == USER:
-        from pipefit.model.user import make_user_model
+        from pipefit.model.user import open_user_model
 
         source = str(config.get("source", ""))
-        user_model = make_user_model(source)
+        user_model = open_user_model(config)
         if not isinstance(user_model, list):
             raise ModelError(
                 "This command needs a list of layers, but the function returns a complete model.",

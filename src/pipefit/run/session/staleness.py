@@ -55,11 +55,17 @@ def check_model(plan: Plan, weights: str = "") -> None:
     path = Path(plan.model.name)
     if plan.model.name not in builtin_names() and (path.is_file() or (path / "config.json").is_file()):
         _compare_description(
-            plan, resolve_model(plan.model.name), "The plan is stale: the model changed since it was made.", str(path)
+            plan,
+            resolve_model(plan.model.name, plan.job.sequence),
+            "The plan is stale: the model changed since it was made.",
+            str(path),
         )
     if weights and (Path(weights) / "config.json").is_file():
         _compare_description(
-            plan, resolve_model(weights), "The weights are of another model than the plan.", f"--weights {weights}"
+            plan,
+            resolve_model(weights, plan.job.sequence),
+            "The weights are of another model than the plan.",
+            f"--weights {weights}",
         )
 
 

@@ -42,7 +42,7 @@ from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
 from pipefit.run.session.write_errors import write_errors
 from pipefit.run.stage.initial_values import ParameterValue, initial_values
-from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, user_samples
+from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, reads_text, user_samples
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
@@ -277,7 +277,7 @@ def shared_batch_source(
         return open_images(
             plan, model, config, device, world.device, lambda found: merge_broken(world.gather_lists(found))
         )
-    if found is None:
+    if found is None or reads_text(found, config):
         return TextBatchSource(plan, shared_corpus(plan, config, world), device, world.device)
     samples = user_samples(found, plan, config)
     return SampleBatchSource(plan, model, samples, found.fed, device, world.device, world.sum_over_ranks)

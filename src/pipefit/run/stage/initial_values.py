@@ -67,7 +67,7 @@ def parameter_deviation(model: Model, name: str) -> float:
 
 def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
     """Return the parameters of the user's modules, created under the plan's seed: the same on every rank."""
-    example = whole_example(str(model.config.get("source", "")), plan.job.seed)
+    example = whole_example(model.config, plan.job.seed)
     if example is not None:
         return {name: parameter.detach() for name, parameter in example.module.named_parameters()}
     with torch.random.fork_rng(devices=[]):

@@ -15,11 +15,12 @@ import torch
 from pipefit.data.samples import UserSamples, field_of
 from pipefit.data.sources import STDLIB
 from pipefit.errors import DataError
+from pipefit.model.any_class import FIELDS
 from pipefit.model.capture.whole import input_tensors
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER
 from pipefit.model.graph import TensorSpec
-from pipefit.model.user import load_function, make_user_model, seeded_generators
+from pipefit.model.user import load_function, open_user_model, seeded_generators
 from pipefit.plan.types import Plan
 from pipefit.run.config import TrainConfig
 
@@ -34,6 +35,8 @@ class UserModel:
     "Input name of the user -> its tensor in the graphs."
     untrained: Mapping[str, torch.Tensor]
     "Tensors of the module's state dict that are not parameters of the plan."
+    is_library: bool
+    "A class of `transformers` that a config.json names."
     aliases: Mapping[str, str]
     "Other names of tied parameters -> the name in the plan."
 
@@ -42,8 +45,7 @@ def load_user_model(plan: Plan) -> UserModel | None:
     """Return the user's model, made under the plan's seed; None if the plan is not for a captured module."""
     if plan.model.family != USER:
         return None
-    source = str(plan.model.config.get("source", ""))
-    example = whole_example(source, plan.job.seed)
+    example = whole_example(plan.model.config, plan.job.seed)
     if example is None:
         return None
     first: dict[int, str] = {}
@@ -53,8 +55,9 @@ def load_user_model(plan: Plan) -> UserModel | None:
             aliases[name] = first[id(parameter)]
     planned = {parameter.name for parameter in plan.parameters}
     return UserModel(
-        source=source,
+        source=str(plan.model.config.get("source", "")),
         dataset=example.dataset,
+        is_library=FIELDS in plan.model.config,
         fed=input_tensors(example),
         untrained={
             name: tensor.detach().clone()
@@ -65,11 +68,17 @@ def load_user_model(plan: Plan) -> UserModel | None:
     )
 
 
-def whole_example(source: str, seed: int) -> Example | None:
+def whole_example(config: Mapping[str, Any], seed: int) -> Example | None:
     """Return the user's example, its module initialised with the seed; None for a model given as layers."""
     with seeded_generators(seed):
-        example = make_user_model(source)
+        example = open_user_model(config)
     return example if isinstance(example, Example) else None
+
+
+def reads_text(found: UserModel, config: TrainConfig) -> bool:
+    """Return whether the model is trained on text: tokens and labels are its only inputs, and no data set is given."""
+    inputs = sorted(tensor.role for tensor in found.fed.values())
+    return found.is_library and inputs == ["labels", "tokens"] and not any(map(_names_function, config.data))
 
 
 def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSamples:

@@ -1,0 +1,119 @@
+"""Models of `transformers` without a family of pipefit: the library's own class, built from a config.json.
+
+The class is captured as a complete module (`capture/whole.py`), for one number of tokens. Its loss, as in
+native language models, is the cross-entropy of the logits against labels shifted by the step plan. No code of a model's
+directory is run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pipefit.errors import ModelError
+from pipefit.model.example import Example
+
+FIELDS = "library_config"
+"""The field of a user model's configuration with the config.json."""
+
+TOKENS = "tokens"
+"""The field of a user model's configuration with the number of tokens of a row."""
+
+
+def library_fields(config: Mapping[str, Any], name: str, tokens: int) -> dict[str, Any] | None:
+    """Return the configuration of a user's model for a config.json, None if `transformers` has no causal language model
+    of its type. Raises ModelError if `transformers` is not installed."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in library_types(repr(kind)):
+        return None
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    vocabulary = config.get("vocab_size", inner.get("vocab_size"))
+    known = {} if vocabulary is None else {"vocab_size": vocabulary}
+    return {"source": name, FIELDS: dict(config), TOKENS: tokens, **known}
+
+
+def library_types(seen: str) -> frozenset[str]:
+    """Return the model types of all causal language models of `transformers`. Raises ModelError if it is not
+    installed."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+    except ImportError:
+        raise ModelError(
+            "pipefit has no family for this model type, and `transformers` is not installed to give its class.",
+            where="model_type",
+            seen=seen,
+            next_step='pip install "pipefit[transformers]"',
+        ) from None
+    return frozenset(NAMES)
+
+
+def library_example(config: Mapping[str, Any]) -> Example:
+    """Return the class of a user model's configuration (`library_fields`) with initial values, and example inputs.
+    Raises ModelError if the number of tokens is not set or the class refuses its configuration."""
+    import torch
+
+    source, tokens = str(config.get("source", "")), int(config.get(TOKENS) or 0)
+    if tokens < 1:
+        raise ModelError(
+            "This model is captured as one graph, for one sequence length, and the length is not set.",
+            where=source,
+            seen=f"model_type {config[FIELDS]['model_type']!r}, which has no family of pipefit",
+            next_step="add --seq 1024",
+        )
+    ids = torch.zeros(2, tokens, dtype=torch.int64)
+    module = build_class(config[FIELDS], source)
+    return Example(module=module, inputs={"input_ids": ids, "labels": ids}, loss=token_loss)
+
+
+def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
+    """Return the causal language model of a config.json on the CPU in float32, with values of torch's generator. Raises
+    ModelError with the reason of the library if it cannot be built."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    with _quiet_library():
+        try:
+            known = {name: value for name, value in fields.items() if name != "model_type"}
+            config = CONFIG_MAPPING[fields["model_type"]](**known)
+            _turn_off_caches(config)
+            state = torch.random.get_rng_state()
+            try:
+                return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            except ValueError:  # the class has no such attention
+                torch.random.set_rng_state(state)
+                return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        except Exception as error:  # a class may raise anything
+            lines = str(error).strip().splitlines() or [""]
+            raise ModelError(
+                "The class of `transformers` cannot be built from this configuration.",
+                where=where,
+                seen=f"{type(error).__name__}: {lines[0][:200]}",
+                next_step="correct that field, or give the model as FILE.py:FUNCTION (docs/reference/models.md)",
+            ) from None
+
+
+def _turn_off_caches(config: Any) -> None:
+    """Set `use_cache` of a configuration and its parts to False: training keeps no keys and values."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+
+
+def token_loss(result: Any, labels: Any) -> Any:
+    """Return the mean cross-entropy of a result's logits, over labels other than -100."""
+    from torch.nn import functional
+
+    return functional.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten())
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,99 @@
+"""Classes of `transformers` from their config.json: one device gives the loss and gradients of the class."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks.model_coverage import class_difference, plan_stages, tiny_example
+from benchmarks.tiny_configs import tiny_config
+from pipefit.errors import ModelError
+from pipefit.model.capture.whole import capture_whole
+from pipefit.model.registry import USER, open_model, resolve_model
+
+EXACT = 1e-9
+TYPES = ("stablelm", "olmo3", "afmoe", "mamba2", "mpt", "xglm")
+"""Partial rotary positions; windows; experts; a state-space model; ALiBi; learned dropout of flattened rows."""
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_captured_class_is_the_class(kind):
+    example = tiny_example(kind, dropout=False)
+    model = capture_whole(example, kind)
+    plan_stages(model)
+    assert len(model.layers) > 1
+    assert class_difference(example, model) <= EXACT
+
+
+def attentions(model):
+    return [op for layer in model.layers for op in model.layer_graph(layer).operators if op.kind == "attention"]
+
+
+def test_masks_for_every_row_become_attributes():
+    model = capture_whole(tiny_example("olmo3"), "olmo3")
+    assert [operator.attributes["window"] for operator in attentions(model)] == [6, None]
+    assert all(operator.attributes["causal"] for operator in attentions(model))
+
+
+def write_config(folder, **fields):
+    (folder / "config.json").write_text(json.dumps({**tiny_config("stablelm"), **fields}))
+    return str(folder)
+
+
+def test_a_directory_of_an_unknown_type_is_the_class(tmp_path):
+    model = open_model(write_config(tmp_path), 12)
+    assert model.family == USER
+    assert model.config["vocab_size"] == 256
+    assert [layer.name for layer in model.layers][1:3] == ["model.layers.0", "model.layers.1"]
+    inputs = {tensor.role: tensor.shape for layer in model.layers for tensor in model.layer_graph(layer).inputs}
+    assert (inputs["tokens"], inputs["labels"]) == (("B", 12), ("B", 12))
+
+
+def test_without_a_length_the_error_says_how_to_give_one(tmp_path):
+    with pytest.raises(ModelError) as caught:
+        open_model(write_config(tmp_path))
+    assert "one sequence length" in caught.value.full_text()
+    assert "--seq 1024" in caught.value.full_text()
+
+
+def test_a_configuration_that_the_class_refuses(tmp_path):
+    with pytest.raises(ModelError) as caught:
+        open_model(write_config(tmp_path, num_attention_heads="many"), 12)
+    assert "cannot be built from this configuration" in caught.value.full_text()
+
+
+def test_without_transformers_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
+    with pytest.raises(ModelError) as caught:
+        resolve_model(write_config(tmp_path), 12)
+    assert 'pip install "pipefit[transformers]"' in caught.value.full_text()
+
+
+def test_a_type_that_nobody_knows(tmp_path):
+    with pytest.raises(ModelError) as caught:
+        resolve_model(write_config(tmp_path, model_type="nobody"), 12)
+    assert "every causal language model of `transformers`" in caught.value.full_text()
+
+
+class CountedRows(torch.nn.Module):
+    """A class that uses the number of a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 4)
+
+    def forward(self, input):
+        return self.head(input) * torch.arange(input.shape[0], device=input.device)[:, None]
+
+
+def test_numbers_that_count_rows_are_refused_with_their_line():
+    from pipefit.model.example import Example
+
+    inputs = {"input": torch.zeros(2, 4), "labels": torch.zeros(2, dtype=torch.int64)}
+    example = Example(module=CountedRows(), inputs=inputs, loss=torch.nn.functional.cross_entropy)
+    with pytest.raises(ModelError) as caught:
+        capture_whole(example)
+    assert "numbers that count the rows of a batch, at test_library_classes.py" in caught.value.full_text()
