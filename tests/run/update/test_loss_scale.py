@@ -80,11 +80,18 @@ def skipped_step(plan: Plan, model: Model, vocabulary: int) -> list[bool]:
 LAYOUT = {"stages": 2, "microbatches": 2, "replicas": (1, 1), "sharded_state": "optimizer"}
 
 
+def prepared_plan(pool: Any) -> Plan:
+    """A plan whose groups all processes of the pool have made, as later tests need it."""
+    plan = plans.plan("llama", **LAYOUT)
+    pool.run(cases.prepare, [(plan, plans.model("llama"))], ranks=pool.size)
+    return plan
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_a_scale_changes_no_step(gloo_pool: Any, max_norm: float) -> None:
     """A power of two changes exponents alone, so float64 steps under it are those without it, to the last bit."""
-    plan = plans.plan("llama", **LAYOUT)
+    plan = prepared_plan(gloo_pool)
     ranks = gloo_pool.run(steps_under_a_scale, plan, plans.model("llama"), plans.VOCABULARY, max_norm, ranks=4)
     assert ranks == [(True, 2.0**14)] * 4, "doubled twice"
 
@@ -92,5 +99,5 @@ def test_a_scale_changes_no_step(gloo_pool: Any, max_norm: float) -> None:
 @pytest.mark.gloo
 def test_a_step_that_is_not_finite_changes_nothing(gloo_pool: Any) -> None:
     """The worker goes on as if the step had not been."""
-    plan = plans.plan("llama", **LAYOUT)
+    plan = prepared_plan(gloo_pool)
     assert gloo_pool.run(skipped_step, plan, plans.model("llama"), plans.VOCABULARY, ranks=4) == [[True] * 4] * 4
