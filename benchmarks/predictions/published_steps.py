@@ -27,7 +27,7 @@ from pipefit.cluster.catalogue import find_sheet
 from pipefit.cluster.kinds import ATTENTION_SHARE, BANDWIDTH_SHARE, OVERLAP, PRODUCT_TRAFFIC
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.errors import PipefitError
-from pipefit.validate.report import RunResult, calibrate_group, predict_result, result_cells, summarize_groups
+from pipefit.validate.report import RunResult, calibrate_groups, predict_result, result_cells, summarize_groups
 from pipefit.validate.runs import MeasuredRun, PlannedRun, plan_runs
 from pipefit.validate.sets import FITTED, SETS, published_runs
 
@@ -84,7 +84,7 @@ def measure_all(arguments: Namespace) -> Outcome:
             planned.append((run, entry))
             results.append(predict_result(run, entry))
             table.print_row(*result_cells(results[-1]))
-        results = calibrate_groups(results, [entry for _, entry in planned])
+        results = calibrate_groups(results, [entry for _, entry in planned], CALIBRATED_ON, lambda text: None)
         left_out = fit_without_each(planned) if arguments.fit else None
     groups = summarize_groups(results)
     for name, group in groups.items():
@@ -107,18 +107,8 @@ def report_refusal(run: MeasuredRun, error: PipefitError) -> None:
 
 def choose_quick(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Return the runs of a quick benchmark."""
-    each = QUICK_ROWS // len(QUICK)
-    return [run for prefix in QUICK for run in [run for run in runs if run.name.startswith(prefix)][:each]]
-
-
-def calibrate_groups(results: Sequence[RunResult], planned: Sequence[PlannedRun]) -> list[RunResult]:
-    """Return the results with a calibration of every group."""
-    calibrated = []
-    for name in dict.fromkeys(result.group for result in results):
-        members = [index for index, result in enumerate(results) if result.group == name]
-        chosen = ([results[index] for index in members], [planned[index] for index in members])
-        calibrated += calibrate_group(*chosen, CALIBRATED_ON, lambda text: None)
-    return calibrated
+    count = QUICK_ROWS // len(QUICK)
+    return [run for prefix in QUICK for run in [run for run in runs if run.name.startswith(prefix)][:count]]
 
 
 def rounded_data(data: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipefit.cli._progress import ProgressLines
     from pipefit.errors import PipefitError
     from pipefit.validate.report import RunResult
-    from pipefit.validate.runs import MeasuredRun
+    from pipefit.validate.runs import MeasuredRun, PlannedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def command(options: ValidateOptions) -> None:
 
 def _predict_sets(names: tuple[str, ...], calibrate: int, folder: Path, progress: ProgressLines) -> list[RunResult]:
     """Return the results of all runs of the sets."""
-    from pipefit.validate.report import calibrate_group, predict_result
+    from pipefit.validate.report import calibrate_groups, predict_result
     from pipefit.validate.runs import plan_runs
     from pipefit.validate.sets import published_runs
 
@@ -70,19 +70,13 @@ def _predict_sets(names: tuple[str, ...], calibrate: int, folder: Path, progress
         print(f"{run.name} is left out: {error.what}", file=sys.stderr)
 
     runs = published_runs(names, folder)
-    groups: dict[str, tuple[list[RunResult], list]] = {}  # type: ignore[type-arg]
+    results: list[RunResult] = []
+    plans: list[PlannedRun] = []
     for number, (run, planned) in enumerate(plan_runs(runs, refuse_run), 1):
         progress.show_text(f"{run.set}: {run.name}, {number} of {len(runs)} runs")
-        results, plans = groups.setdefault(run.group, ([], []))
         results.append(predict_result(run, planned))
         plans.append(planned)
-    predicted = []
-    for name, (results, plans) in groups.items():
-        if calibrate:
-            progress.show_text(f"calibrating {name}")
-            results = calibrate_group(results, plans, calibrate, progress.show_text)
-        predicted += results
-    return predicted
+    return calibrate_groups(results, plans, calibrate, progress.show_text) if calibrate else results
 
 
 def _print_results(names: tuple[str, ...], results: list[RunResult], show_all: bool) -> None:

@@ -184,13 +184,16 @@ def network_of(row: PublishedRow) -> str:
     return row.network or ASSUMED_NETWORK.get(row.device, DEFAULT_NETWORK)
 
 
+def equal_hosts(hosts: int, devices_per_host: int, kind: str, network: str) -> Cluster:
+    """Return a cluster of equal hosts from its short form. Raises ClusterError for an unknown kind."""
+    host = f"{devices_per_host}x{kind}"
+    return parse_spec(host if hosts == 1 else f"{hosts}x{host}:{network}")
+
+
 def cluster_of(row: PublishedRow, file: PublishedFile) -> Cluster:
     """Return the cluster of a row. Raises ClusterError if no data sheet of the device is known."""
     device = file.devices[row.device]
-    hosts = f"{row.hosts}x" if row.hosts > 1 else ""
-    cluster = parse_spec(
-        f"{hosts}{row.devices_per_host}x{device.kind}" + (f":{network_of(row)}" if row.hosts > 1 else "")
-    )
+    cluster = equal_hosts(row.hosts, row.devices_per_host, device.kind, network_of(row))
     kinds = {}
     for name, kind in cluster.kinds.items():
         if device.memory_gb is not None:

@@ -48,7 +48,7 @@ class GroupSummary:
     "Mean of the relative errors."
     largest_error: float
     rank_correlation: float | None
-    "Spearman's, of published and predicted tokens per second and device order; None below three runs."
+    "Spearman's, of published and predicted step times; None below three runs."
     calibrated_on: int = 0
     calibrated_error: float | None = None
     "Mean of the absolute errors of the other runs with the calibration."
@@ -79,6 +79,19 @@ def calibrate_group(
         result if index in used else replace(result, calibrated_s=predict_calibrated(planned[index], calibration))
         for index, result in enumerate(results)
     ]
+
+
+def calibrate_groups(
+    results: Sequence[RunResult], planned: Sequence[PlannedRun], count: int, progress: Callable[[str], None]
+) -> list[RunResult]:
+    """Return `calibrate_group` of every group, one after the other."""
+    calibrated = []
+    for name in dict.fromkeys(result.group for result in results):
+        progress(f"calibrating {name}")
+        members = [index for index, result in enumerate(results) if result.group == name]
+        chosen = ([results[index] for index in members], [planned[index] for index in members])
+        calibrated += calibrate_group(*chosen, count, progress)
+    return calibrated
 
 
 def summarize_groups(results: Sequence[RunResult]) -> dict[str, GroupSummary]:

@@ -23,9 +23,9 @@ class MeasuredRun:
     """One run that somebody measured."""
 
     name: str
-    set: str
-    "The set of runs that it belongs to."
-    group: str
+    set: str = ""
+    "The set of published runs that it belongs to."
+    group: str = ""
     "The part of its set with the same device."
     model: str
     "Name of the model."

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipefit.cluster import parse_spec
 from pipefit.errors import FormatError, PipefitError
 from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job
@@ -17,6 +16,7 @@ from pipefit.validate.published import (
     PublishedModel,
     cluster_of,
     constraint_texts,
+    equal_hosts,
     model_source,
     published_step_s,
     read_published,
@@ -54,6 +54,8 @@ _SET_OF_FAMILY = {
 
 _FOUNDRY_DEVICES = {"a100_40gb": "A100-40", "a100_80gb": "A100-80", "h100_80gb": "H100"}
 _FOUNDRY_NETWORK = {"A100-40": "1600Gbit/s", "A100-80": "800Gbit/s", "H100": "3200Gbit/s"}
+_FOUNDRY_HOST = 8
+"""Devices of a host."""
 _FOUNDRY_SIZES = {"760m": (24, 1536, 12), "3b": (32, 2560, 20), "13b": (40, 5120, 40), "70b": (80, 8192, 64)}
 """Layers, hidden size and heads of the MPT models of the table."""
 
@@ -136,7 +138,7 @@ def _foundry_runs(folder: Path) -> Iterator[MeasuredRun]:
             group=f"foundry {device}",
             model=f"mpt-{entry['model']}",
             source=write_model(f"mpt-{entry['model']}", sizes, sequence, folder),
-            cluster=parse_spec(_spec_text(device, devices, 8, _FOUNDRY_NETWORK[device])),
+            cluster=equal_hosts(devices // _FOUNDRY_HOST, _FOUNDRY_HOST, device, _FOUNDRY_NETWORK[device]),
             job=Job(batch=batch, sequence=sequence, precision="bfloat16"),
             fix=fix,
             step_s=batch * sequence / (float(entry["tokens_s_gpu"]) * devices),
@@ -150,7 +152,6 @@ def _gh200_runs(folder: Path) -> Iterator[MeasuredRun]:
     plans: list[dict[str, Any]] = json.loads(shipped_text("gh200_opt350m.json"))["plans"]
     for plan in plans:
         replicas, shards, stages, rows = plan["dp"][0], plan["tp"][0], plan["pp"], plan["micro_batch"]
-        devices = plan["nodes"] * plan["gpus_per_node"]
         profiled = rows == _PROFILED_ROWS
         yield MeasuredRun(
             name=f"gh200-{plan['name']}",
@@ -158,14 +159,8 @@ def _gh200_runs(folder: Path) -> Iterator[MeasuredRun]:
             group="gh200" if profiled else "gh200, small microbatches",
             model="opt-350m",
             source=source,
-            cluster=parse_spec(_spec_text("GH200", devices, plan["gpus_per_node"], _GH200_NETWORK)),
+            cluster=equal_hosts(plan["nodes"], plan["gpus_per_node"], "GH200", _GH200_NETWORK),
             job=Job(batch=plan["global_batch"], sequence=_OPT_SEQUENCE, precision="float32"),
             fix=(f"dp={replicas}", f"tp={shards}", f"pp={stages}", f"mbs={rows}", "cp=1", "zero=0", "recompute=none"),
             step_s=plan["measured_iteration_s"],
         )
-
-
-def _spec_text(device: str, devices: int, per_host: int, network: str) -> str:
-    """Return the short form of a cluster of equal hosts."""
-    host = f"{min(devices, per_host)}x{device}"
-    return host if devices <= per_host else f"{devices // per_host}x{host}:{network}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
-from pipefit.cluster import open_cluster
+from pipefit.cluster import device_count, open_cluster
 from pipefit.cluster.calibration import split_calibration
 from pipefit.cluster.types import Cluster
 from pipefit.errors import FormatError
@@ -154,13 +154,10 @@ def _row_run(row: Mapping[str, str], where: str) -> PlannedRun:
         raise FormatError(
             "This is not a precision.", where=where, seen=precision, allowed=", ".join(get_args(Precision))
         )
-    devices = sum(host.devices for host in cluster.hosts)
     job = Job(batch=batch, sequence=sequence, precision=precision)  # type: ignore[arg-type]
-    tokens = batch * sequence / (devices if speed == "tokens_per_s_per_device" else 1)
+    tokens = batch * sequence / (device_count(cluster) if speed == "tokens_per_s_per_device" else 1)
     run = MeasuredRun(
         name=row.get("name") or where.rpartition("/")[2],
-        set="table",
-        group="table",
         model=row["model"],
         source=row["model"],
         cluster=cluster,

@@ -118,17 +118,20 @@ def write_loss(vocabulary: int) -> WrittenLayer:
 
 def model_of_chain(family: str, config: Mapping[str, Any], chain: Sequence[WrittenLayer]) -> Model:
     """Return the model of a chain of one module; equal layers share one graph."""
-    graphs = {layer.graph.hash: layer.graph for layer in chain}
+    keys = [layer.graph.hash for layer in chain]
     layers = tuple(
         Layer(
             name=layer.name,
-            graph=layer.graph.hash,
+            graph=key,
             parameters={
                 spec.name: layer.names.get(spec.name, layer.prefix + spec.name) for spec in layer.graph.parameters
             },
         )
-        for layer in chain
+        for layer, key in zip(chain, keys, strict=True)
     )
     return Model(
-        family=family, config=dict(config), modules=(ModelModule(name=LANGUAGE, layers=layers),), graphs=graphs
+        family=family,
+        config=dict(config),
+        modules=(ModelModule(name=LANGUAGE, layers=layers),),
+        graphs={key: layer.graph for key, layer in zip(keys, chain, strict=True)},
     )

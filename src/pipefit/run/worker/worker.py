@@ -339,9 +339,11 @@ class Worker:
             self._norm = self._norm / self.loss_scale.scale
 
     def _update_parameters(self) -> None:
-        factor = clip_factor(self._norm, self.config.max_norm) if self.config.max_norm else None
+        factor: Tensor | float | None = None
+        if self.config.max_norm:
+            factor = clip_factor(self._norm, self.config.max_norm)
         if self.loss_scale is not None:
-            factor = (1.0 if factor is None else factor) * torch.full_like(self._norm, 1 / self.loss_scale.scale)
+            factor = (1.0 if factor is None else factor) / self.loss_scale.scale
         if self.skips_infinite and self._skip_update():
             return
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipefit.model.families.decoder.options import DecoderOptions, ExpertOptions
@@ -116,7 +116,7 @@ class _DecoderWriter:
 
     options: DecoderOptions
     layer: int
-    writer: GraphWriter = None  # type: ignore[assignment]
+    writer: GraphWriter = field(init=False)
 
     def __post_init__(self) -> None:
         self.writer = GraphWriter((hidden_input(self.options.hidden_size), POSITIONS))
