@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.model.families.test_decoders import DECODER_VARIANTS
+from tests.support.decoder_variants import DECODER_VARIANTS
 
 from pipefit.errors import ModelError
 from pipefit.extras import is_installed, missing_package
@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2-dropout": GPT2 | {"resid_pdrop": 0.1, "embd_pdrop": 0.2},
     "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "activation_function": "relu"},
     "gpt2-scaled": GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+    "gpt_neox-dropout": DECODER_VARIANTS["gpt_neox"] | {"hidden_dropout": 0.1},
 }
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "published_configs.json").read_text(encoding="utf-8")
@@ -69,6 +70,13 @@ def same_model(config: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_written_graphs_are_the_captured_ones(name: str) -> None:
     same_model(VARIANTS[name], name)
+
+
+def test_dropout_follows_the_embedding_and_both_branches() -> None:
+    described = describe_config(VARIANTS["gpt_neox-dropout"], "gpt_neox", "here")
+    model = capture_family(described.family, described.config)
+    counts = [[op.kind for op in model.layer_graph(layer).operators].count("dropout") for layer in model.layers[:2]]
+    assert counts == [1, 2]
 
 
 @pytest.mark.parametrize("name", [name for name in builtin_names() if resolve_model(name).family != "multimodal"])

@@ -67,6 +67,15 @@ class GraphWriter:
         inputs = (x, f"{name}.weight", self.known_parameter(f"{name}.bias"))
         return self.write("linear", inputs, f"{name} (Linear)")
 
+    def apply_activation(self, x: str, activation: str, source: str) -> str:
+        """Write an activation of `ACTIVATIONS`."""
+        kind, attributes = ACTIVATIONS[activation]
+        return self.write(kind, (x,), source, **attributes)
+
+    def apply_dropout(self, x: str, probability: float, name: str, index: int) -> str:
+        """Write the dropout of that module, number `index` of its layer; x itself for a probability of zero."""
+        return self.write("dropout", (x,), f"{name} (Dropout)", p=probability, index=index) if probability else x
+
     def slice_last(self, x: str, start: int, stop: int, source: str) -> str:
         """Write a slice of the last dimension."""
         return self.write("slice", (x,), source, dim=len(self.shape_of(x)) - 1, start=start, stop=stop)
@@ -87,6 +96,15 @@ class GraphWriter:
 
     def _find_tensor(self, name: str) -> TensorSpec:
         return self._tensors[name] if name in self._tensors else next(t for t in self.inputs if t.name == name)
+
+
+ACTIVATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "silu": ("silu", {}),
+    "gelu": ("gelu", {"approximate": "none"}),
+    "gelu_tanh": ("gelu", {"approximate": "tanh"}),
+    "relu": ("relu", {}),
+}
+"""Activation -> operator and attributes."""
 
 
 class WrittenLayer(NamedTuple):

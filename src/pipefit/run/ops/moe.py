@@ -109,41 +109,66 @@ class ExpertWeights(NamedTuple):
     down_bias: Any = None
 
 
-def run_experts(x: torch.Tensor, weights: ExpertWeights, ends: Any, record: SavedForward, layer: int) -> Any:
-    """Apply the experts to their pairs, x (N, D) sorted by expert."""
+def run_experts(
+    x: torch.Tensor, expert: torch.Tensor, weights: ExpertWeights, ends: Any, record: SavedForward, layer: int
+) -> Any:
+    """Apply the experts to their pairs, x (N, D) sorted by expert. `expert` (N,) is the number of each pair's expert on
+    this device."""
     gate_up, down = weights.gate_up, weights.down
     inner: Any = _ExpertLinear.apply(x, leaf_parameter(gate_up), gate_up, ends, record, layer)
-    expert = None if weights.gate_up_bias is None else expert_of_pairs(ends, x)
-    if expert is not None:
+    if weights.gate_up_bias is not None:
         inner = inner + weights.gate_up_bias[expert]
     out: Any = _ExpertLinear.apply(
         _GateFunction.apply(inner, weights.gate), leaf_parameter(down), down, ends, record, layer
     )
-    return out if expert is None else out + weights.down_bias[expert]
+    return out if weights.down_bias is None else out + weights.down_bias[expert]
 
 
-def expert_of_pairs(ends: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the number of the expert of every pair; x (N, D) is sorted by expert."""
-    stops = ends if isinstance(ends, torch.Tensor) else torch.tensor(ends, device=x.device)
-    return torch.searchsorted(stops, torch.arange(len(x), device=x.device, dtype=stops.dtype), right=True)
+class RoutedPairs(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert."""
+
+    flat: torch.Tensor
+    "Tokens (N, D)."
+    weights: torch.Tensor
+    "Of every pair, in the order of the tokens (N, top_k), in the wide dtype."
+    expert: torch.Tensor
+    "Of every pair."
+    order: torch.Tensor
+    "Place of every pair in the order of the tokens."
+    further: Mapping[str, Any]
+    "Further inputs of the operator, by the names in its attribute `more`."
 
 
-def name_further(attributes: Mapping[str, Any], more: Sequence[Any]) -> dict[str, Any]:
-    """Return the further inputs of an operator by the names in its attribute `more`."""
-    return dict(zip(attributes.get("more", ()), more, strict=True))
+def route_tokens(
+    operator: Operator, x: torch.Tensor, router: Any, more: Sequence[Any], record: SavedForward, layer: int
+) -> RoutedPairs:
+    """Return the pairs of the tokens of x (B, T, D), by the router's weight (E, D)."""
+    attributes = operator.attributes
+    flat, further = x.reshape(-1, x.shape[-1]), dict(zip(attributes.get("more", ()), more, strict=True))
+    logits = apply_linear(flat, router, further.get("router_bias"), record, layer)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weights, chosen = select_experts(attributes, logits, wide, further.get("correction"))
+    expert, order = chosen.reshape(-1).sort(stable=True)
+    return RoutedPairs(flat, weights, expert, order, further)
 
 
-def bind_weights(attributes: Mapping[str, Any], gate_up: Any, down: Any, further: Mapping[str, Any]) -> ExpertWeights:
+def expert_weights(
+    gate_up: Any, down: Any, gate: Callable[[torch.Tensor], torch.Tensor], pairs: RoutedPairs
+) -> ExpertWeights:
     """Return the parameters of the experts on this device."""
-    gate = gate_function(attributes)
-    return ExpertWeights(gate_up, down, gate, further.get("gate_up_bias"), further.get("down_bias"))
+    return ExpertWeights(gate_up, down, gate, pairs.further.get("gate_up_bias"), pairs.further.get("down_bias"))
+
+
+def join_outputs(pairs: RoutedPairs, order: torch.Tensor, token: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return the sum (N, D) of the weighted outputs of each token's pairs: of those at the places `order`, which are of
+    the tokens `token`."""
+    out = out * pairs.weights.to(out.dtype).reshape(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(pairs.flat).index_add(0, token, out)
 
 
 def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
-    experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
-    attributes, layer = operator.attributes, context.layer
-    wide = torch.promote_types(context.dtype, torch.float32)
-    numbers = torch.arange(experts, device=context.device)
+    layer, gate, top = context.layer, gate_function(operator.attributes), int(operator.attributes["top_k"])
+    numbers = torch.arange(int(operator.attributes["experts"]), device=context.device)
     first = operator.attributes.get("first")
 
     def own_pairs(ends: Sequence[int], down: Any) -> tuple[slice, list[int]]:
@@ -155,20 +180,17 @@ def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
     def run_moe(
         record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any, *more: Any
     ) -> torch.Tensor:
-        flat, further = x.reshape(-1, x.shape[-1]), name_further(attributes, more)
-        logits = apply_linear(flat, router, further.get("router_bias"), record, layer)
-        weights, chosen = select_experts(attributes, logits, wide, further.get("correction"))
-        chosen, order = chosen.reshape(-1).sort(stable=True)
-        ends: Any = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+        routed = route_tokens(operator, x, router, more, record, layer)
+        expert, order = routed.expert, routed.order
+        ends: Any = torch.searchsorted(expert, numbers, right=True, out_int32=True)
         if first is not None or counts_on_host(x):
             ends = ends.tolist()
         if first is not None:
             pairs, ends = own_pairs(ends, down)
-            order = order[pairs]
-        token = order // top
-        out = run_experts(flat[token], bind_weights(attributes, gate_up, down, further), ends, record, layer)
-        out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
-        return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
+            expert, order = expert[pairs] - first, order[pairs]
+        token, parameters = order // top, expert_weights(gate_up, down, gate, routed)
+        out = run_experts(routed.flat[token], expert, parameters, ends, record, layer)
+        return join_outputs(routed, order, token, out).view(x.shape)
 
     return OperatorStep(run_moe, wants_record=True)
 

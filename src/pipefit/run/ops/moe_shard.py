@@ -18,9 +18,8 @@ from pipefit.model.graph import Operator
 from pipefit.model.ops.moe import EXPERT_PARTS
 from pipefit.run.autograd.saved_forward import SavedForward
 from pipefit.run.ops import OperatorContext, OperatorStep
-from pipefit.run.ops.linear import apply_linear
-from pipefit.run.ops.moe import bind_weights, name_further, run_experts
-from pipefit.run.ops.moe_routing import select_experts
+from pipefit.run.ops.moe import expert_weights, join_outputs, route_tokens, run_experts
+from pipefit.run.ops.moe_routing import gate_function
 from pipefit.run.sharded.parts import ShardContext
 from pipefit.run.transfers import comms
 
@@ -47,11 +46,10 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], shard: 
 
 def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorStep:
     experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
-    attributes, layer = operator.attributes, context.layer
-    parts = int(attributes.get(EXPERT_PARTS, 1))
+    layer, gate = context.layer, gate_function(operator.attributes)
+    parts = int(operator.attributes.get(EXPERT_PARTS, 1))
     shard: ShardContext | None = context.experts if parts > 1 else context.shard
     assert shard is not None, "experts of several devices in a stage without a shard axis"
-    wide = torch.promote_types(context.dtype, torch.float32)
     lengths = [stop - start for start, stop in context.shard.runs(experts // parts)] * parts
     local_experts = lengths[shard.position]
 
@@ -64,22 +62,19 @@ def build_moe_shard(operator: Operator, context: OperatorContext) -> OperatorSte
     def run_moe_shard(
         record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any, *more: Any
     ) -> torch.Tensor:
-        flat, further = x.reshape(-1, x.shape[-1]), name_further(attributes, more)
-        logits = apply_linear(flat, router, further.get("router_bias"), record, layer)
-        weights, chosen = select_experts(attributes, logits, wide, further.get("correction"))
-        chosen, order = chosen.reshape(-1).sort(stable=True)
-        sent, came = count_pairs(chosen)
-        token = order // top
-        pairs: Any = _ExchangeFunction.apply(flat[token], sent, [sum(counts) for counts in came], shard)
+        routed = route_tokens(operator, x, router, more, record, layer)
+        sent, came = count_pairs(routed.expert)
+        token = routed.order // top
+        pairs: Any = _ExchangeFunction.apply(routed.flat[token], sent, [sum(counts) for counts in came], shard)
         expert = torch.arange(local_experts, device=x.device).repeat(len(came))
         numbers = torch.tensor(came, device=x.device).reshape(-1)
-        by_expert = expert.repeat_interleave(numbers).sort(stable=True).indices
+        expert, by_expert = expert.repeat_interleave(numbers).sort(stable=True)
         ends = torch.tensor(came).sum(0).cumsum(0).tolist()
-        out = run_experts(pairs[by_expert], bind_weights(attributes, gate_up, down, further), ends, record, layer)
+        parameters = expert_weights(gate_up, down, gate, routed)
+        out = run_experts(pairs[by_expert], expert, parameters, ends, record, layer)
         out = torch.zeros_like(out).index_copy(0, by_expert, out)
         out = _ExchangeFunction.apply(out, [sum(counts) for counts in came], sent, shard)
-        out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
-        return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
+        return join_outputs(routed, routed.order, token, out).view(x.shape)
 
     return OperatorStep(run_moe_shard, wants_record=True)
 

@@ -56,9 +56,18 @@ def read_attention_sizes(fields: ConfigFields, groups_name: str = "num_key_value
     return hidden, heads, groups, fields.read_count("head_dim", default=max(1, hidden // heads))
 
 
-def usual_options(fields: RecordedFields, groups_name: str = "num_key_value_heads") -> dict[str, Any]:
+def usual_options(
+    fields: RecordedFields,
+    groups_name: str = "num_key_value_heads",
+    *,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    mlp_size: tuple[str, int | None] = ("intermediate_size", None),
+) -> dict[str, Any]:
     """Return the options of `DecoderOptions` without a default, but `norm`, from the fields that nearly all decoders
-    have: full attention with the usual scale, and rotary positions in every layer."""
+    have: full attention with the usual scale, and rotary positions in every layer.
+
+    `activation` and `mlp_size` are the name and the default of a field.
+    """
     hidden, heads, groups, head_dim = read_attention_sizes(fields, groups_name)
     layers = fields.read_count("num_hidden_layers")
     return {
@@ -69,10 +78,32 @@ def usual_options(fields: RecordedFields, groups_name: str = "num_key_value_head
         "groups": groups,
         "head_dim": head_dim,
         "scale": 1.0 / math.sqrt(head_dim),
-        "mlp_size": fields.read_count("intermediate_size"),
-        "activation": fields.read_choice("hidden_act", default="silu", allowed=ACTIVATIONS),
+        "mlp_size": fields.read_count(mlp_size[0], default=mlp_size[1]),
+        "activation": fields.read_choice(activation[0], default=activation[1], allowed=ACTIVATIONS),
         "windows": (None,) * layers,
     }
+
+
+def read_top_k(fields: ConfigFields, *names: str, experts: int, default: int) -> int:
+    """Return the number of experts that a token selects. Raises ModelError if it is larger than `experts`."""
+    top_k = fields.read_count(*names, default=default)
+    fields.check_fields(
+        top_k <= experts,
+        "More experts per token than there are experts.",
+        f"{names[0]} {top_k}, experts {experts}",
+        "at most as many",
+    )
+    return top_k
+
+
+def require_ungrouped(fields: ConfigFields, options: Mapping[str, Any], title: str) -> None:
+    """Raise ModelError if several heads share keys and values."""
+    fields.check_fields(
+        options["groups"] == options["heads"],
+        f"{title} has no grouped heads.",
+        f"num_key_value_heads {options['groups']}",
+        f"num_attention_heads, {options['heads']}",
+    )
 
 
 def warn_of_dropout(fields: ConfigFields, name: str = "attention_dropout") -> None:
@@ -106,14 +137,20 @@ def read_rope(
     share = parameters.pop("partial_rotary_factor", None) or fields.read_number(partial[0], default=partial[1])
     scaling = parameters or dict(fields.first_value("rope_scaling", default={}))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rotary_dim = int(head_dim * share)
+    fields.check_fields(
+        rotary_dim % 2 == 0,
+        "Rotary positions turn pairs of features.",
+        f"{rotary_dim} features of a head",
+        "an even number",
+    )
     if kind == "default":
-        return base, None, int(head_dim * share)
+        return base, None, rotary_dim
     scaling = {"rope_type": kind, **{key: value for key, value in scaling.items() if key not in ("type", "rope_type")}}
     scaling.pop("rope_theta", None)
     scaling.pop("partial_rotary_factor", None)
     if kind == "yarn" and scaling.get("original_max_position_embeddings") is None:
         scaling["original_max_position_embeddings"] = fields.read_count("max_position_embeddings")
-    rotary_dim = int(head_dim * share)
     rotary_frequencies({"theta": base, "dim": rotary_dim, "scaling": scaling})  # raises if a field is missing
     return base, scaling, rotary_dim
 

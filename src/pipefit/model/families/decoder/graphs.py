@@ -8,6 +8,7 @@ from typing import Any
 
 from pipefit.model.families.decoder.options import DecoderOptions, ExpertOptions
 from pipefit.model.families.decoder.slopes import alibi_slopes
+from pipefit.model.families.decoder.stored_names import OUTPUT_TABLE, TOKEN_TABLE, block_parameter_name
 from pipefit.model.families.graph_writer import (
     POSITIONS,
     TOKENS,
@@ -19,29 +20,19 @@ from pipefit.model.families.graph_writer import (
 )
 from pipefit.model.graph import Graph, Model
 
-ACTIVATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "silu": ("silu", {}),
-    "gelu": ("gelu", {"approximate": "none"}),
-    "gelu_tanh": ("gelu", {"approximate": "tanh"}),
-    "relu": ("relu", {}),
-}
-"""Activation -> operator and attributes."""
-
 
 def write_model(family: str, config: Mapping[str, Any], typed: Any) -> Model:
     """Return the model of a configuration with `decoder` options."""
     options: DecoderOptions = typed.decoder
-    tables = "model.embed_tokens.weight"
+    output = TOKEN_TABLE if options.tied else OUTPUT_TABLE
     blocks = [_DecoderWriter(options, layer) for layer in range(options.layers)]
     chain = [
         WrittenLayer("embed", _write_embedding(options), {}, "model."),
         *(
-            WrittenLayer(f"layers.{layer}", block.write_block(), block.global_names(), f"model.layers.{layer}.")
+            WrittenLayer(f"layers.{layer}", block.write_block(), block.global_names())
             for layer, block in enumerate(blocks)
         ),
-        WrittenLayer(
-            "head", _write_head(options), {"lm_head.weight": tables if options.tied else "lm_head.weight"}, "model."
-        ),
+        WrittenLayer("head", _write_head(options), {"lm_head.weight": output}, "model."),
         write_loss(options.vocab_size),
     ]
     return model_of_chain(family, config, chain)
@@ -90,7 +81,7 @@ def _write_embedding(options: DecoderOptions) -> Graph:
         learned = writer.write("embedding", (places, "embed_positions.weight"), "embed_positions (Embedding)")
         x = writer.write("add", (x, learned), source)
     x = apply_norm(writer, options, x, "embedding_norm")
-    return writer.finish(_apply_dropout(writer, x, options.embedding_dropout, 0))
+    return writer.finish(writer.apply_dropout(x, options.embedding_dropout, "dropout", 0))
 
 
 def _write_head(options: DecoderOptions) -> Graph:
@@ -104,10 +95,6 @@ def _write_head(options: DecoderOptions) -> Graph:
         x = writer.write("tanh", (x,), "Head")
         x = writer.write("mul", (x, ""), "Head", scalar=options.logit_softcap)
     return writer.finish(x)
-
-
-def _apply_dropout(writer: GraphWriter, x: str, probability: float, index: int) -> str:
-    return writer.write("dropout", (x,), "dropout (Dropout)", p=probability, index=index) if probability else x
 
 
 @dataclass(slots=True)
@@ -128,12 +115,8 @@ class _DecoderWriter:
         return experts if experts is not None and self.layer in experts.layers else None
 
     def global_names(self) -> dict[str, str]:
-        """Return the global names of parameters whose module is not part of them."""
-        prefix = f"model.layers.{self.layer}."
-        return {
-            name: prefix + name.replace("mlp.routed.", "mlp.").replace("attention.sinks", "sinks")
-            for name in self.writer.parameters
-        }
+        """Return the global names of the parameters."""
+        return {name: block_parameter_name(self.layer, name) for name in self.writer.parameters}
 
     def write_block(self) -> Graph:
         """Return the graph of the block."""
@@ -163,7 +146,7 @@ class _DecoderWriter:
     def _finish_branch(self, branch: str, norm: str, index: int) -> str:
         branch = apply_norm(self.writer, self.options, branch, norm)
         branch = scale_value(self.writer, branch, self.options.residual_scale, "Block")
-        return _apply_dropout(self.writer, branch, self.options.residual_dropout, index)
+        return self.writer.apply_dropout(branch, self.options.residual_dropout, "dropout", index)
 
     # Attention.
 
@@ -342,34 +325,14 @@ class _DecoderWriter:
 
     def _apply_dense(self, x: str, name: str) -> str:
         writer, source = self.writer, f"{name} (MLP)"
-        kind, attributes = ACTIVATIONS[self.options.activation]
         first = "gate_proj" if self.options.gated else "up_proj"
-        inner = writer.write(kind, (writer.apply_linear(x, f"{name}.{first}"),), source, **attributes)
+        inner = writer.apply_activation(writer.apply_linear(x, f"{name}.{first}"), self.options.activation, source)
         if self.options.gated:
             inner = writer.write("mul", (inner, writer.apply_linear(x, f"{name}.up_proj")), source)
         return writer.apply_linear(inner, f"{name}.down_proj")
 
     def _apply_experts(self, x: str, name: str, experts: ExpertOptions) -> str:
-        further = {
-            "router_bias": f"{name}.gate.bias",
-            "correction": f"{name}.gate.e_score_correction_bias",
-            "gate_up_bias": f"{name}.experts.gate_up_proj_bias",
-            "down_bias": f"{name}.experts.down_proj_bias",
-        }
-        present = {key: local for key, local in further.items() if local in self.writer.parameters}
-        options = {
-            "more": list(present),
-            "scores": experts.scores if experts.scores != "softmax" else None,
-            "groups": list(experts.groups) if experts.groups is not None else None,
-            "clamp": list(experts.clamp) if experts.clamp is not None else None,
-            "weight_scale": experts.weight_scale if experts.weight_scale != 1.0 else None,
-        }
-        attributes = {
-            "experts": experts.experts,
-            "top_k": experts.top_k,
-            "normalize": experts.normalize,
-            "activation": self.options.activation,
-            **{key: value for key, value in options.items() if value},
-        }
+        further = [f"{name}.{parameter}" for parameter in experts.further_parameters.values()]
         weights = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
-        return self.writer.write("moe", (x, *weights, *present.values()), f"{name} (MoE)", **attributes)
+        attributes = experts.operator_attributes(self.options.activation)
+        return self.writer.write("moe", (x, *weights, *further), f"{name} (MoE)", **attributes)

@@ -18,8 +18,7 @@ from pipefit.model.families.decoder.latent import LatentAttention
 from pipefit.model.families.decoder.mlp import make_mlp
 from pipefit.model.families.decoder.norms import make_norm, make_qk_norm
 from pipefit.model.families.decoder.options import DecoderOptions
-
-TOKEN_TABLE = "model.embed_tokens.weight"
+from pipefit.model.families.decoder.stored_names import OUTPUT_TABLE, TOKEN_TABLE, block_parameter_name
 
 
 class DecoderSource(Protocol):
@@ -144,7 +143,7 @@ def build(config: DecoderSource) -> list[nn.Module]:
     head = DecoderHead(options)
     if options.tied:
         head.lm_head.weight = embed.embed_tokens.weight
-    output = TOKEN_TABLE if options.tied else "lm_head.weight"
+    output = TOKEN_TABLE if options.tied else OUTPUT_TABLE
     return [
         name_layer(embed, "embed", "model."),
         *(_name_block(DecoderBlock(options, i), i) for i in range(options.layers)),
@@ -164,10 +163,6 @@ def make_dropout(probability: float) -> nn.Module:
 
 
 def _name_block(block: DecoderBlock, index: int) -> nn.Module:
-    """Name a layer and its parameters. The routed experts beside a shared one are named like experts without one."""
-    prefix = f"model.layers.{index}."
-    names = {
-        local: prefix + local.replace("mlp.routed.", "mlp.").replace("attention.sinks", "sinks")
-        for local, _ in block.named_parameters()
-    }
-    return name_layer(block, f"layers.{index}", prefix, names)
+    """Name a layer and its parameters."""
+    names = {local: block_parameter_name(index, local) for local, _ in block.named_parameters()}
+    return name_layer(block, f"layers.{index}", "", names)

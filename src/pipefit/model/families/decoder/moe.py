@@ -50,51 +50,21 @@ class MoELayer(OperatorModule):
         super().__init__()
         self.gate = MoERouter(features, options)
         self.experts = MoEExperts(features, options)
-        self.top_k, self.normalize, self.activation = options.top_k, options.normalize, activation
-        self.scores, self.groups, self.clamp = options.scores, options.groups, options.clamp
-        self.weight_scale = options.weight_scale
+        self.options, self.activation = options, activation
 
     def operator_attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {
-            "experts": self.gate.weight.shape[0],
-            "top_k": self.top_k,
-            "normalize": self.normalize,
-            "activation": self.activation,
-        }
-        more = [name for name, _ in self._further_parameters()]
-        if more:
-            attributes["more"] = more
-        if self.scores != "softmax":
-            attributes["scores"] = self.scores
-        if self.groups is not None:
-            attributes["groups"] = list(self.groups)
-        if self.clamp is not None:
-            attributes["clamp"] = list(self.clamp)
-        if self.weight_scale != 1.0:
-            attributes["weight_scale"] = self.weight_scale
-        return attributes
+        return self.options.operator_attributes(self.activation)
 
     def operator_parameters(self) -> tuple[str, ...]:
-        further = tuple(name for _, name in self._further_parameters())
+        further = self.options.further_parameters.values()
         return ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *further)
-
-    def _further_parameters(self) -> list[tuple[str, str]]:
-        """Return (name in the operator, name in this module) of the optional parameters."""
-        names = [
-            ("router_bias", "gate.bias"),
-            ("correction", "gate.e_score_correction_bias"),
-            ("gate_up_bias", "experts.gate_up_proj_bias"),
-            ("down_bias", "experts.down_proj_bias"),
-        ]
-        present = {name for name, _ in self.named_parameters()}
-        return [pair for pair in names if pair[1] in present]
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         weight_NS, selected_NS = self._select_experts(F.linear(x_ND, self.gate.weight, self.gate.bias))
         y_ND = torch.zeros_like(x_ND)
         experts = self.experts
-        for expert in range(self.gate.weight.shape[0]):
+        for expert in range(self.options.experts):
             token, slot = torch.where(selected_NS == expert)
             biases = [None if b is None else b[expert] for b in (experts.gate_up_proj_bias, experts.down_proj_bias)]
             gate, up = F.linear(x_ND[token], experts.gate_up_proj[expert], biases[0]).chunk(2, dim=-1)
@@ -105,25 +75,25 @@ class MoELayer(OperatorModule):
     def _select_experts(self, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the numbers of the selected experts."""
         wide_NE = logits_NE.to(statistics_dtype(logits_NE.dtype))
-        score_NE = torch.sigmoid(wide_NE) if self.scores == "sigmoid" else F.softmax(wide_NE, dim=-1)
+        score_NE = torch.sigmoid(wide_NE) if self.options.scores == "sigmoid" else F.softmax(wide_NE, dim=-1)
         choice_NE = score_NE.detach()
         if self.gate.e_score_correction_bias is not None:
             choice_NE = choice_NE + self.gate.e_score_correction_bias
-        if self.groups is not None:
-            count, chosen, best = self.groups
+        if self.options.groups is not None:
+            count, chosen, best = self.options.groups
             group_NG = choice_NE.unflatten(-1, (count, -1)).topk(best, dim=-1).values.sum(dim=-1)
             open_NG = torch.zeros_like(group_NG).scatter(1, group_NG.topk(chosen, dim=-1).indices, 1.0)
             closed_NE = (open_NG == 0).repeat_interleave(choice_NE.shape[-1] // count, dim=-1)
             choice_NE = choice_NE.masked_fill(closed_NE, -torch.inf)
-        selected_NS = choice_NE.topk(self.top_k, dim=-1).indices
+        selected_NS = choice_NE.topk(self.options.top_k, dim=-1).indices
         weight_NS = score_NE.gather(1, selected_NS)
-        if self.normalize:
+        if self.options.normalize:
             weight_NS = weight_NS / weight_NS.sum(dim=-1, keepdim=True)
-        return weight_NS * self.weight_scale, selected_NS
+        return weight_NS * self.options.weight_scale, selected_NS
 
     def _multiply_gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.clamp is None:
+        if self.options.clamp is None:
             return ACTIVATIONS[self.activation](gate) * up
-        gain, limit = self.clamp
+        gain, limit = self.options.clamp
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return gate * torch.sigmoid(gain * gate) * (up + 1.0)

@@ -50,6 +50,29 @@ class ExpertOptions:
     shared_gate: bool = False
     "Whether the shared expert's output is multiplied by the sigmoid of a projection of x."
 
+    @property
+    def further_parameters(self) -> dict[str, str]:
+        """The optional parameters: name in the operator -> name in the module."""
+        names = {
+            "router_bias": ("gate.bias", self.biases),
+            "correction": ("gate.e_score_correction_bias", self.correction),
+            "gate_up_bias": ("experts.gate_up_proj_bias", self.biases),
+            "down_bias": ("experts.down_proj_bias", self.biases),
+        }
+        return {key: name for key, (name, present) in names.items() if present}
+
+    def operator_attributes(self, activation: str) -> dict[str, Any]:
+        """Return the attributes of the operator `moe`; defaults are absent."""
+        attributes = {"experts": self.experts, "top_k": self.top_k, "normalize": self.normalize}
+        optional = {
+            "more": list(self.further_parameters),
+            "scores": self.scores if self.scores != "softmax" else None,
+            "groups": list(self.groups) if self.groups is not None else None,
+            "clamp": list(self.clamp) if self.clamp is not None else None,
+            "weight_scale": self.weight_scale if self.weight_scale != 1.0 else None,
+        }
+        return attributes | {"activation": activation} | {key: value for key, value in optional.items() if value}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentOptions:

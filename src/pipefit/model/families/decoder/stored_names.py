@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from pipefit.model.families.decoder.options import DecoderOptions
 from pipefit.model.families.family import RowParts, WeightTensor
 
+TOKEN_TABLE = "model.embed_tokens.weight"
+OUTPUT_TABLE = "lm_head.weight"
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def block_parameter_name(layer: int, local: str) -> str:
+    """Return the global name of a block's parameter. Routed experts beside a shared one are named like experts without
+    one, and sinks like a parameter of the attention."""
+    return f"model.layers.{layer}." + local.replace("mlp.routed.", "mlp.").replace("attention.sinks", "sinks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +69,12 @@ class StoredNames:
         )
 
 
-def fuse_projections(options: DecoderOptions, stored: str) -> dict[str, tuple[str, RowParts]]:
-    """Return queries, keys and values as parts of one module: all queries, then all keys, then all values."""
-    queries, keys = options.heads * options.head_dim, options.groups * options.head_dim
+def fuse_projections(options: DecoderOptions, stored: str, groups: int = 1) -> dict[str, tuple[str, RowParts]]:
+    """Return queries, keys and values as parts of one module: those of the first of `groups` groups of heads, then of
+    the next. In a group, the queries are before the keys and the values."""
+    queries, keys = (heads // groups * options.head_dim for heads in (options.heads, options.groups))
     edges = (0, queries, queries + keys, queries + 2 * keys)
-    return _consecutive_parts("self_attn", ("q_proj", "k_proj", "v_proj"), stored, 1, edges)
-
-
-def fuse_by_group(options: DecoderOptions, stored: str) -> dict[str, tuple[str, RowParts]]:
-    """Return queries, keys and values as parts of one module: those of the first key/value head, then of the next."""
-    queries = options.heads // options.groups * options.head_dim
-    edges = (0, queries, queries + options.head_dim, queries + 2 * options.head_dim)
-    return _consecutive_parts("self_attn", ("q_proj", "k_proj", "v_proj"), stored, options.groups, edges)
+    return _consecutive_parts("self_attn", ("q_proj", "k_proj", "v_proj"), stored, groups, edges)
 
 
 def fuse_gate(options: DecoderOptions, stored: str = "mlp.gate_up_proj") -> dict[str, tuple[str, RowParts]]:

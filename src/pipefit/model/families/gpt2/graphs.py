@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.model.families.decoder.graphs import ACTIVATIONS
 from pipefit.model.families.gpt2.config import GPT2Config
 from pipefit.model.families.graph_writer import (
     POSITIONS,
@@ -41,7 +40,7 @@ def _write_embedding(config: GPT2Config) -> Graph:
     tokens = writer.write("embedding", ("tokens", "wte.weight"), "wte (Embedding)")
     places = writer.write("embedding", ("positions", "wpe.weight"), "wpe (Embedding)")
     x = writer.write("add", (tokens, places), "Embed")
-    return writer.finish(_apply_dropout(writer, x, config.embd_pdrop, "drop", 0))
+    return writer.finish(writer.apply_dropout(x, config.embd_pdrop, "drop", 0))
 
 
 def _write_block(config: GPT2Config, layer: int) -> Graph:
@@ -60,12 +59,11 @@ def _write_block(config: GPT2Config, layer: int) -> Graph:
     label = "attn.attention (CausalAttention)"
     out = writer.write("attention", parts, label, causal=True, scale=scale, window=None)
     out = writer.apply_linear(writer.reshape_to(out, ("B", "T", features), "attn (Attention)"), "attn.c_proj")
-    x = writer.write("add", ("x", _apply_dropout(writer, out, config.resid_pdrop, "attn.resid_dropout", 0)), "Block")
+    x = writer.write("add", ("x", writer.apply_dropout(out, config.resid_pdrop, "attn.resid_dropout", 0)), "Block")
     inner = writer.apply_linear(_apply_norm(writer, config, x, "ln_2"), "mlp.c_fc")
-    kind, attributes = ACTIVATIONS[config.activation]
-    out = writer.apply_linear(writer.write(kind, (inner,), "mlp (MLP)", **attributes), "mlp.c_proj")
+    out = writer.apply_linear(writer.apply_activation(inner, config.activation, "mlp (MLP)"), "mlp.c_proj")
     return writer.finish(
-        writer.write("add", (x, _apply_dropout(writer, out, config.resid_pdrop, "mlp.dropout", 1)), "Block")
+        writer.write("add", (x, writer.apply_dropout(out, config.resid_pdrop, "mlp.dropout", 1)), "Block")
     )
 
 
@@ -84,7 +82,3 @@ def _declare_norm(writer: GraphWriter, name: str, features: int) -> None:
 def _apply_norm(writer: GraphWriter, config: GPT2Config, x: str, name: str) -> str:
     inputs = (x, f"{name}.weight", f"{name}.bias")
     return writer.write("layer_norm", inputs, f"{name} (LayerNorm)", eps=config.layer_norm_epsilon)
-
-
-def _apply_dropout(writer: GraphWriter, x: str, probability: float, name: str, index: int) -> str:
-    return writer.write("dropout", (x,), f"{name} (Dropout)", p=probability, index=index) if probability else x

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.model.families.config_fields import ConfigFields
-from pipefit.model.families.decoder.fields import read_attention_sizes, read_rope, warn_of_dropout
+from pipefit.model.families.decoder.fields import read_attention_sizes, read_rope, read_top_k, warn_of_dropout
 from pipefit.model.families.decoder.options import ACTIVATIONS, DecoderOptions, ExpertOptions, NormOptions
 from pipefit.model.families.decoder.stored_names import StoredNames
 from pipefit.model.families.family import InitialValue, ModelFamily, WeightTensor
@@ -226,13 +226,7 @@ def _expert_sizes(fields: ConfigFields, model_type: str, layers: int) -> tuple[i
     if model_type not in ("mixtral", "qwen3_moe"):
         return 0, 0, 0, False, ()
     experts = fields.read_count("num_local_experts", "num_experts", default=8 if model_type == "mixtral" else 128)
-    top_k = fields.read_count("num_experts_per_tok", default=2 if model_type == "mixtral" else 8)
-    fields.check_fields(
-        top_k <= experts,
-        "More experts per token than there are experts.",
-        f"num_experts_per_tok {top_k}, experts {experts}",
-        "at most as many",
-    )
+    top_k = read_top_k(fields, "num_experts_per_tok", experts=experts, default=2 if model_type == "mixtral" else 8)
     if model_type == "mixtral":
         return experts, top_k, fields.read_count("intermediate_size"), True, tuple(range(layers))
     step, dense = (

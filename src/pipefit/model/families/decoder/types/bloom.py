@@ -9,7 +9,7 @@ from typing import Any
 from pipefit.model.families.decoder.fields import RecordedFields, usual_options, warn_of_dropout
 from pipefit.model.families.decoder.model_type import DecoderConfig, decoder_family, finish_config
 from pipefit.model.families.decoder.options import DecoderOptions, NormOptions
-from pipefit.model.families.decoder.stored_names import StoredNames, fuse_by_group
+from pipefit.model.families.decoder.stored_names import StoredNames, fuse_projections
 
 _MODULES = {
     "model.embed_tokens": "transformer.word_embeddings",
@@ -40,7 +40,7 @@ def read_bloom(config: Mapping[str, Any], where: str) -> DecoderConfig:
         residual_dropout=fields.read_number("hidden_dropout", default=0.0),
         tied=fields.read_flag("tie_word_embeddings", default=True),
     )
-    fused = fuse_by_group(decoder, "self_attention.query_key_value")
+    fused = fuse_projections(decoder, "self_attention.query_key_value", decoder.groups)
     names = StoredNames(layers="transformer.h", modules=_MODULES, fused=fused)
     return finish_config(fields, "BloomForCausalLM", decoder, names)
 

@@ -7,7 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.model.families.decoder.fields import RecordedFields, read_rotary, usual_options, warn_of_dropout
+from pipefit.model.families.decoder.fields import (
+    RecordedFields,
+    read_rotary,
+    read_top_k,
+    require_ungrouped,
+    usual_options,
+    warn_of_dropout,
+)
 from pipefit.model.families.decoder.model_type import DecoderConfig, decoder_family, finish_config
 from pipefit.model.families.decoder.options import DecoderOptions, ExpertOptions, LatentOptions, NormOptions
 from pipefit.model.families.decoder.stored_names import StoredNames
@@ -66,12 +73,7 @@ def latent_options(fields: RecordedFields) -> dict[str, Any]:
     options = usual_options(inner)
     rotary = read_rotary(inner, options, "interleaved" if fields.read_flag("rope_interleave", default=True) else "half")
     del fields.record["head_dim"]
-    fields.check_fields(
-        options["groups"] == options["heads"],
-        "Latent attention has no grouped heads.",
-        f"num_key_value_heads {options['groups']}",
-        f"num_attention_heads, {options['heads']}",
-    )
+    require_ungrouped(fields, options, "Latent attention")
     bias = fields.read_flag("attention_bias", default=False)
     warn_of_dropout(fields)
     return options | {
@@ -90,13 +92,7 @@ def routed_options(fields: RecordedFields, layers: int, experts: int, first_dens
     """Return the sizes and layers of experts beside a shared one. Raises ModelError if a token selects more experts
     than there are."""
     fields.require_value("moe_layer_freq", 1)
-    top_k = fields.read_count("num_experts_per_tok", default=8)
-    fields.check_fields(
-        top_k <= experts,
-        "More experts per token than there are experts.",
-        f"num_experts_per_tok {top_k}, experts {experts}",
-        "at most as many",
-    )
+    top_k = read_top_k(fields, "num_experts_per_tok", experts=experts, default=8)
     size = fields.read_count("moe_intermediate_size", default=2048)
     dense = int(fields.read_number("first_k_dense_replace", default=first_dense))
     fields.record["first_k_dense_replace"] = dense
@@ -116,10 +112,10 @@ def read_groups(
     count = fields.read_count("n_group", default=default[0])
     chosen = fields.read_count("topk_group", default=default[1])
     fields.check_fields(
-        experts % count == 0 and chosen <= count,
-        "The groups do not divide the experts, or a token selects more groups than there are.",
+        experts % count == 0 and chosen <= count and (count == 1 or experts // count >= best),
+        "The groups do not divide the experts, are too small, or a token selects more groups than there are.",
         f"experts {experts}, n_group {count}, topk_group {chosen}",
-        "n_group that divides the experts, and topk_group of at most n_group",
+        f"n_group that divides the experts into groups of at least {best}, and topk_group of at most n_group",
     )
     return None if count == 1 else (count, chosen, best)
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipefit.model.families.decoder.fields import RecordedFields, read_rotary, usual_options, warn_of_dropout
 from pipefit.model.families.decoder.model_type import DecoderConfig, decoder_family, finish_config
 from pipefit.model.families.decoder.options import DecoderOptions, NormOptions
-from pipefit.model.families.decoder.stored_names import StoredNames, fuse_by_group
+from pipefit.model.families.decoder.stored_names import StoredNames, fuse_projections
 
 _MODULES = {
     "model.embed_tokens": "transformer.word_embeddings",
@@ -46,7 +46,7 @@ def read_falcon(config: Mapping[str, Any], where: str) -> DecoderConfig:
     modules = dict(_MODULES)
     if parallel and decoder.parallel_norms == 2:
         modules |= {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
-    fused = fuse_by_group(decoder, "self_attention.query_key_value")
+    fused = fuse_projections(decoder, "self_attention.query_key_value", decoder.groups)
     return finish_config(
         fields, "FalconForCausalLM", decoder, StoredNames(layers="transformer.h", modules=modules, fused=fused)
     )
@@ -54,16 +54,17 @@ def read_falcon(config: Mapping[str, Any], where: str) -> DecoderConfig:
 
 def _falcon_sizes(fields: RecordedFields) -> dict[str, Any]:
     """Return the usual options. Only the architecture of 40B reads `num_kv_heads`."""
-    config = dict(fields.config)
-    heads = fields.read_count("num_attention_heads")
+    inner = fields
     if not fields.read_flag("new_decoder_architecture", default=False):
-        config["num_kv_heads"] = 1 if fields.read_flag("multi_query", default=True) else heads
-    size = fields.read_count("ffn_hidden_size", default=4 * fields.read_count("hidden_size"))
-    activation = fields.first_value("activation", default="gelu")
-    usual = RecordedFields(config | {"intermediate_size": size, "hidden_act": activation}, fields.where)
-    options = usual_options(usual, "num_kv_heads")
-    separate = ("vocab_size", "hidden_size", "num_hidden_layers", "num_kv_heads")
-    fields.record |= {name: usual.record[name] for name in separate}
+        single = fields.read_flag("multi_query", default=True)
+        groups = 1 if single else fields.read_count("num_attention_heads")
+        inner = RecordedFields({**fields.config, "num_kv_heads": groups}, fields.where)
+        inner.record = fields.record
+    size = 4 * fields.read_count("hidden_size")
+    options = usual_options(
+        inner, "num_kv_heads", activation=("activation", "gelu"), mlp_size=("ffn_hidden_size", size)
+    )
+    del fields.record["head_dim"]
     return options
 
 

@@ -40,18 +40,15 @@ def read_gemma2(config: Mapping[str, Any], where: str) -> DecoderConfig:
 
 
 def gemma_fields(config: Mapping[str, Any], where: str) -> RecordedFields:
-    """Return the fields of a later Gemma, whose activation has a name of its own."""
-    config = {"num_key_value_heads": 4, "head_dim": 256, **config}
-    config["hidden_act"] = config.pop("hidden_activation", None) or "gelu_pytorch_tanh"
-    return RecordedFields(config, where)
+    """Return the fields of a later Gemma, with its defaults of sizes."""
+    return RecordedFields({"num_key_value_heads": 4, "head_dim": 256, **config}, where)
 
 
 def gemma_options(fields: RecordedFields, caps: tuple[float, float]) -> dict[str, Any]:
     """Return the options of a later Gemma but its rotary positions and windows. `caps`: defaults of the caps of scores
     and logits."""
     fields.require_value("use_bidirectional_attention", False)
-    options = usual_options(fields)
-    fields.record["hidden_activation"] = fields.record.pop("hidden_act")
+    options = usual_options(fields, activation=("hidden_activation", "gelu_pytorch_tanh"))
     bias = fields.read_flag("attention_bias", default=False)
     warn_of_dropout(fields)
     return options | {

@@ -6,10 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.model.families.decoder.fields import RecordedFields, read_rotary, usual_options, warn_of_dropout
+from pipefit.model.families.decoder.fields import (
+    RecordedFields,
+    read_rotary,
+    require_ungrouped,
+    usual_options,
+    warn_of_dropout,
+)
 from pipefit.model.families.decoder.model_type import DecoderConfig, decoder_family, finish_config
 from pipefit.model.families.decoder.options import DecoderOptions, NormOptions
-from pipefit.model.families.decoder.stored_names import StoredNames, fuse_by_group
+from pipefit.model.families.decoder.stored_names import StoredNames, fuse_projections
 
 _MODULES = {
     "model.embed_tokens": "gpt_neox.embed_in",
@@ -25,12 +31,7 @@ def read_gpt_neox(config: Mapping[str, Any], where: str) -> DecoderConfig:
     """Return the configuration of a GPT-NeoX. Raises ModelError."""
     fields = RecordedFields({"hidden_act": "gelu", **config}, where)
     options = usual_options(fields)
-    fields.check_fields(
-        options["groups"] == options["heads"],
-        "GPT-NeoX has no grouped heads.",
-        f"num_key_value_heads {options['groups']}",
-        f"num_attention_heads, {options['heads']}",
-    )
+    require_ungrouped(fields, options, "GPT-NeoX")
     bias = fields.read_flag("attention_bias", default=True)
     warn_of_dropout(fields)
     decoder = DecoderOptions(
@@ -47,7 +48,7 @@ def read_gpt_neox(config: Mapping[str, Any], where: str) -> DecoderConfig:
         residual_dropout=fields.read_number("hidden_dropout", default=0.0),
         tied=fields.read_flag("tie_word_embeddings", default=False),
     )
-    fused = fuse_by_group(decoder, "attention.query_key_value")
+    fused = fuse_projections(decoder, "attention.query_key_value", decoder.groups)
     names = StoredNames(layers="gpt_neox.layers", modules=_MODULES, fused=fused)
     return finish_config(fields, "GPTNeoXForCausalLM", decoder, names)
 

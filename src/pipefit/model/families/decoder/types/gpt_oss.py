@@ -10,6 +10,7 @@ from pipefit.model.families.decoder.fields import (
     RecordedFields,
     read_layer_types,
     read_rotary,
+    read_top_k,
     usual_options,
     warn_of_dropout,
     windows_of_types,
@@ -52,13 +53,7 @@ def read_gpt_oss(config: Mapping[str, Any], where: str) -> DecoderConfig:
 
 def _read_experts(fields: RecordedFields, layers: int) -> ExpertOptions:
     experts = fields.read_count("num_local_experts", "num_experts", default=128)
-    top_k = fields.read_count("num_experts_per_tok", "experts_per_token", default=4)
-    fields.check_fields(
-        top_k <= experts,
-        "More experts per token than there are experts.",
-        f"num_experts_per_tok {top_k}, experts {experts}",
-        "at most as many",
-    )
+    top_k = read_top_k(fields, "num_experts_per_tok", "experts_per_token", experts=experts, default=4)
     clamp = fields.read_number("swiglu_alpha", default=1.702), fields.read_number("swiglu_limit", default=7.0)
     return ExpertOptions(
         experts=experts,

@@ -6,7 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.model.families.decoder.fields import RecordedFields, read_rotary, usual_options, warn_of_dropout
+from pipefit.model.families.decoder.fields import (
+    RecordedFields,
+    read_rotary,
+    read_top_k,
+    usual_options,
+    warn_of_dropout,
+)
 from pipefit.model.families.decoder.model_type import DecoderConfig, decoder_family, finish_config
 from pipefit.model.families.decoder.options import DecoderOptions, ExpertOptions, NormOptions
 from pipefit.model.families.decoder.stored_names import StoredNames
@@ -31,13 +37,7 @@ def read_minimax_m2(config: Mapping[str, Any], where: str) -> DecoderConfig:
     options = usual_options(fields)
     layers = options["layers"]
     experts = fields.read_count("num_local_experts", default=256)
-    top_k = fields.read_count("num_experts_per_tok", default=8)
-    fields.check_fields(
-        top_k <= experts,
-        "More experts per token than there are experts.",
-        f"num_experts_per_tok {top_k}, experts {experts}",
-        "at most as many",
-    )
+    top_k = read_top_k(fields, "num_experts_per_tok", experts=experts, default=8)
     warn_of_dropout(fields)
     decoder = DecoderOptions(
         **options,

@@ -39,7 +39,9 @@ def read_opt(config: Mapping[str, Any], where: str) -> DecoderConfig:
         ("word_embed_proj_dim", fields.read_count("hidden_size")),
     ):
         fields.require_value(name, supported)
-    options = _opt_sizes(fields)
+    options = usual_options(fields, activation=("activation_function", "relu"), mlp_size=("ffn_dim", None))
+    for name in ("num_key_value_heads", "head_dim"):
+        del fields.record[name]
     bias = fields.read_flag("enable_bias", default=True)
     warn_of_dropout(fields)
     decoder = DecoderOptions(
@@ -57,16 +59,6 @@ def read_opt(config: Mapping[str, Any], where: str) -> DecoderConfig:
     )
     fields.record["init_std"] = fields.read_number("init_std", "initializer_range", default=0.02)
     return finish_config(fields, "OPTForCausalLM", decoder, _NAMES)
-
-
-def _opt_sizes(fields: RecordedFields) -> dict[str, Any]:
-    """Return the usual options from OPT's names of fields."""
-    size = fields.read_count("ffn_dim")
-    activation = fields.first_value("activation_function", default="relu")
-    usual = RecordedFields({**fields.config, "intermediate_size": size, "hidden_act": activation}, fields.where)
-    options = usual_options(usual)
-    fields.record |= {name: usual.record[name] for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")}
-    return options
 
 
 FAMILY = decoder_family("opt", read_opt)

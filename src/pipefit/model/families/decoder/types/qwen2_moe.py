@@ -9,6 +9,7 @@ from pipefit.model.families.decoder.fields import (
     RecordedFields,
     read_layer_types,
     read_rotary,
+    read_top_k,
     usual_options,
     warn_of_dropout,
     windows_of_types,
@@ -42,13 +43,7 @@ def read_qwen2_moe(config: Mapping[str, Any], where: str) -> DecoderConfig:
 def read_experts(fields: RecordedFields, layers: int) -> ExpertOptions:
     """Return the experts. Raises ModelError if a token selects more than there are."""
     experts = fields.read_count("num_experts", default=60)
-    top_k = fields.read_count("num_experts_per_tok", default=4)
-    fields.check_fields(
-        top_k <= experts,
-        "More experts per token than there are experts.",
-        f"num_experts_per_tok {top_k}, experts {experts}",
-        "at most as many",
-    )
+    top_k = read_top_k(fields, "num_experts_per_tok", experts=experts, default=4)
     step = fields.read_count("decoder_sparse_step", default=1)
     dense = list(fields.first_value("mlp_only_layers", default=[]))
     return ExpertOptions(
