@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support.hash_requests import measured
 
-from pipefit.cluster import open_cluster
+from pipefit.cluster import open_cluster, save_cluster_file
 from pipefit.cluster.calibration import (
     ClusterCalibration,
     DeviceFactors,
@@ -33,7 +33,7 @@ def test_a_cluster_is_opened_with_its_calibration(tmp_path: Path) -> None:
     assert opened.rails[0].bandwidth_bytes_per_s[0][1] == 2 * plain.rails[0].bandwidth_bytes_per_s[0][1]
     assert opened.rails[0].latency_s == plain.rails[0].latency_s
     assert opened.links["inside"].bandwidth_bytes_per_s == 2 * plain.links["inside"].bandwidth_bytes_per_s
-    assert opened.name == f"{plain.name}@{path}"
+    assert opened.name == f"{plain.name}@mine.json"
     assert "corrected by the user's own runs" in after.provenance.where
 
 
@@ -41,7 +41,15 @@ def test_a_calibration_of_this_machine(tmp_path: Path) -> None:
     kind = next(iter(open_cluster("local:2").kinds.values())).name
     path = tmp_path / "mine.json"
     save_calibration(ClusterCalibration(devices={kind: DeviceFactors(compute=0.5)}), path)
-    assert open_cluster(f"local:2@{path}").kinds != open_cluster("local:2").kinds
+    before, after = (open_cluster(text).kinds["cpu"] for text in ("local:2", f"local:2@{path}"))
+    assert after.efficiency == before.efficiency / 2
+
+
+def test_a_name_with_the_sign_is_still_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "me@lab"
+    folder.mkdir()
+    save_cluster_file(open_cluster("2xH100"), folder / "cluster.json")
+    assert open_cluster(str(folder / "cluster.json")) == open_cluster("2xH100")
 
 
 @pytest.mark.parametrize(

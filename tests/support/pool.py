@@ -45,8 +45,10 @@ class Pool:
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """`function(*arguments)` on the first `ranks` processes at once; their results by rank.
 
-        An exception in one of them is raised here with its traceback as text, and ends the pool.
+        An exception in one of them is raised here with its traceback as text, and ends the pool. A function marked
+        `for_all` makes process groups: a process that did not make them would wait for others in later tests.
         """
+        assert ranks == self.size or not getattr(function, "for_all", False), "process groups are made by all processes"
         for pipe in self._pipes[:ranks]:
             pipe.send((function, arguments))
         results: list[Any] = []

@@ -79,6 +79,9 @@ def prepare(plans: list[tuple[Plan, Model]], tagged: bool = True) -> None:
         make_groups(plan, model, comms(tagged))
 
 
+prepare.for_all = True  # type: ignore[attr-defined]
+
+
 def forget_groups() -> None:
     """Destroy all process groups but the world. A gloo group has a thread that wakes a hundred times a second."""
     _ALONE.clear()

@@ -84,7 +84,7 @@ def test_a_table_gives_a_run_a_line(tmp_path: Path) -> None:
     )
     runs = open_user_runs([str(table)])
     assert [run.measured_s for run in runs] == [0.5, 0.5, 0.5]
-    assert [run.name for run in runs] == ["a", "b", "runs.csv, line 4"]
+    assert [run.name for run in runs] == ["a", "b", "runs.csv, line 5"]
     assert [run.plan.job.precision for run in runs] == ["bfloat16", "float32", "bfloat16"]
     assert [len(run.plan.stages) for run in runs[:2]] == [1, 2]
 

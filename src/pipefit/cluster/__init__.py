@@ -45,12 +45,12 @@ def open_cluster(text: str) -> Cluster:
 
     Raises ClusterError also if all links of a class have impossible values, which indicates mistaken units.
     """
-    from pipefit.cluster.calibration import calibrate_cluster, load_calibration, split_calibration
+    from pipefit.cluster.calibration import SEPARATOR, calibrate_cluster, load_calibration, split_calibration
 
     plain, calibration = split_calibration(text)
     if calibration is not None:
         cluster = calibrate_cluster(open_cluster(plain), load_calibration(calibration), text)
-        return replace(cluster, name=f"{cluster.name}{text.removeprefix(plain)}")
+        return replace(cluster, name=f"{cluster.name}{SEPARATOR}{calibration.name}")
     if text.startswith(LOCAL) and text.removeprefix(LOCAL).isdigit():
         return local_cluster(int(text.removeprefix(LOCAL)))
     from pipefit.cluster.readers import open_reader_text

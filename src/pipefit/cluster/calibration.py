@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +54,7 @@ class ClusterCalibration:
     "By name of the device kind."
     links: float = 1.0
     "On the bandwidth of all links."
-    runs: tuple[CalibrationRun, ...] = field(default=())
+    runs: tuple[CalibrationRun, ...] = ()
 
     def factors(self) -> Iterator[tuple[str, float]]:
         """Yield the place and value of every factor."""
@@ -81,9 +81,12 @@ def save_calibration(calibration: ClusterCalibration, path: Path) -> None:
 
 
 def split_calibration(text: str) -> tuple[str, Path | None]:
-    """Return the text of a cluster without its calibration file, and that file."""
+    """Return the text of a cluster without its calibration file, and that file. The name of an existing file has
+    none."""
     cluster, separator, file = text.rpartition(SEPARATOR)
-    return (cluster, Path(file)) if separator and cluster and file.endswith(".json") else (text, None)
+    if not (separator and cluster and file.endswith(".json")) or Path(text).is_file():
+        return text, None
+    return cluster, Path(file)
 
 
 def add_calibration(text: str, path: Path) -> str:

@@ -1,7 +1,7 @@
 """Fit the factors of a calibration to runs, by the predictions of the same plans.
 
 The logarithm of a step time is nearly linear in the logarithms of the factors, so a few Gauss-Newton steps find them. A
-prior draws every factor towards 1, so that three runs are enough. A factor that they do not determine stays at 1.
+prior draws every factor towards 1, so that a few runs are enough. A factor that they do not determine stays at 1.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ class GroupSummary:
 
 def predict_result(run: MeasuredRun, planned: PlannedRun) -> RunResult:
     """Return the figures of a run from data sheets."""
+    prediction = planned.plan.prediction
+    assert prediction is not None, "a plan that was made has its prediction"
     return RunResult(
         name=run.name,
         set=run.set,
@@ -63,7 +65,7 @@ def predict_result(run: MeasuredRun, planned: PlannedRun) -> RunResult:
         model=run.model,
         is_fitted=run.is_fitted,
         published_s=run.step_s,
-        predicted_s=planned.predict_step(),
+        predicted_s=prediction.step_s,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pipefit.cluster.types import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
-from pipefit.plan.assemble.predict import add_prediction, simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.assemble.shard_programs import ProgramCache
 from pipefit.plan.make import make_plan
 from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job, Plan
@@ -40,7 +42,7 @@ class MeasuredRun:
     "Whether the constants of data sheets are fitted to this run."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """A run and the plan with its degrees."""
 
@@ -54,9 +56,12 @@ class PlannedRun:
         """Return the predicted step time in seconds; with `change`, for the same plan on the changed
         cluster."""
         cluster = self.cluster if change is None else change(self.cluster)
-        predicted = add_prediction(self.plan, self.model, simulate_plan(self.plan, self.model, cluster)).prediction
-        assert predicted is not None
-        return predicted.step_s
+        return simulate_plan(self.plan, self.model, cluster, programs=self._programs).timeline.makespan_s
+
+    @cached_property
+    def _programs(self) -> ProgramCache:
+        """The shard programs, which do not depend on the cluster."""
+        return ProgramCache(self.model, self.plan.recipes)
 
 
 def plan_run(run: MeasuredRun, model: Model) -> PlannedRun:
@@ -74,13 +79,14 @@ def plan_runs(
     runs: Iterable[MeasuredRun], refuse: Callable[[MeasuredRun, PipefitError], None]
 ) -> Iterator[tuple[MeasuredRun, PlannedRun]]:
     """Yield runs with their plans. `refuse` is called with runs that cannot be planned. Neighbours with the same model
-    share it."""
-    models: dict[str, Model] = {}
+    and length share it."""
+    models: dict[tuple[str, int], Model] = {}
     for run in runs:
+        key = (run.source, run.job.sequence)
         try:
-            if run.source not in models:
-                models = {run.source: open_model(run.source)}
-            planned = plan_run(run, models[run.source])
+            if key not in models:
+                models = {key: open_model(*key)}
+            planned = plan_run(run, models[key])
         except PipefitError as error:
             refuse(run, error)
             continue

@@ -19,13 +19,13 @@ from typing import get_args
 from pipefit.cluster import device_count, open_cluster
 from pipefit.cluster.calibration import split_calibration
 from pipefit.cluster.types import Cluster
-from pipefit.errors import FormatError
-from pipefit.model.registry import open_model
+from pipefit.errors import FormatError, PipefitError
+from pipefit.plan.check.rules import check_staleness
 from pipefit.plan.types import Job, Plan
 from pipefit.precision import Precision
 from pipefit.show.record import RunRecord, steady_median
 from pipefit.show.subject import find_cluster, find_model, open_plan_or_run
-from pipefit.validate.runs import MeasuredRun, PlannedRun, plan_run
+from pipefit.validate.runs import MeasuredRun, PlannedRun, plan_runs
 
 SPEEDS = ("step_s", "tokens_per_s", "tokens_per_s_per_device")
 """Columns of a table that give the speed of a run; one of them is needed."""
@@ -116,19 +116,22 @@ def _planned_run(plan: Plan, path: Path, name: str, step_s: float) -> PlannedRun
 
 def _plain_cluster(plan: Plan, path: Path) -> Cluster:
     text, calibration = split_calibration(plan.cluster)
-    return find_cluster(plan, path, "") if calibration is None else open_cluster(text)
+    if calibration is None:
+        return find_cluster(plan, path, "")
+    check_staleness(plan, cluster=open_cluster(plan.cluster))
+    return open_cluster(text)
 
 
 def _open_table(path: Path) -> Iterator[PlannedRun]:
     """Yield the runs of a table. Raises FormatError for a table without the columns, or with a wrong entry."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = [line for line in file if not line.startswith("#")]
+            lines = {number: line for number, line in enumerate(file, 1) if not line.startswith("#")}
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError("The table of runs cannot be read.", where=str(path), seen=error) from None
     rows = [
         {str(name).strip(): (value or "").strip() for name, value in row.items() if isinstance(value, str | None)}
-        for row in csv.DictReader(lines)
+        for row in csv.DictReader(lines.values())
     ]
     missing = [name for name in COLUMNS if not rows or name not in rows[0]]
     if missing or not any(name in rows[0] for name in SPEEDS):
@@ -138,11 +141,16 @@ def _open_table(path: Path) -> Iterator[PlannedRun]:
             seen=", ".join(rows[0]) if rows else "no rows",
             allowed=f"{', '.join(COLUMNS)}; one of {', '.join(SPEEDS)}; and fix, precision, name if wanted",
         )
-    for line, row in enumerate(rows, 2):
-        yield _row_run(row, f"{path}, line {line}")
+    numbers = [*lines][1:]
+    runs = [_row_run(row, f"{path}, line {number}") for number, row in zip(numbers, rows, strict=False)]
+    yield from (planned for _, planned in plan_runs(runs, _raise_error))
 
 
-def _row_run(row: Mapping[str, str], where: str) -> PlannedRun:
+def _raise_error(run: MeasuredRun, error: PipefitError) -> None:
+    raise error
+
+
+def _row_run(row: Mapping[str, str], where: str) -> MeasuredRun:
     cluster = open_cluster(split_calibration(row["cluster"])[0])
     batch, sequence = (int(_positive_number(row, name, where)) for name in ("batch", "sequence"))
     speed = next((name for name in SPEEDS if row.get(name)), "")
@@ -156,7 +164,7 @@ def _row_run(row: Mapping[str, str], where: str) -> PlannedRun:
         )
     job = Job(batch=batch, sequence=sequence, precision=precision)  # type: ignore[arg-type]
     tokens = batch * sequence / (device_count(cluster) if speed == "tokens_per_s_per_device" else 1)
-    run = MeasuredRun(
+    return MeasuredRun(
         name=row.get("name") or where.rpartition("/")[2],
         model=row["model"],
         source=row["model"],
@@ -165,7 +173,6 @@ def _row_run(row: Mapping[str, str], where: str) -> PlannedRun:
         fix=tuple(row.get("fix", "").split()),
         step_s=value if speed == "step_s" else tokens / value,
     )
-    return plan_run(run, open_model(run.source, run.job.sequence))
 
 
 def _positive_number(row: Mapping[str, str], name: str, where: str) -> float:

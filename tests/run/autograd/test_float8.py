@@ -93,7 +93,7 @@ def trained(gloo_pool: Any, precision: Precision, **choices: Any) -> list[float]
     """Return the losses of three steps. The plan is made in bfloat16: processors have no peak for FP8."""
     plan = plans.plan("llama", replace(plans.JOB, precision="bfloat16"), **choices)
     plan = replace(plan, job=replace(plan.job, precision=precision))
-    gloo_pool.run(cases.prepare, [(plan, plans.model("llama"))], ranks=4)
+    gloo_pool.run(cases.prepare, [(plan, plans.model("llama"))], ranks=gloo_pool.size)
     arguments = (plan, plans.model("llama"), plans.VOCABULARY, (0, 3))
     return [
         loss for loss, _ in gloo_pool.run(cases.uninterrupted, *arguments, ranks=len(plan.used_devices))[0]["steps"]

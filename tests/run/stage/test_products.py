@@ -43,5 +43,5 @@ def test_processors_compute_tf32_as_float32(gloo_pool) -> None:
 
 
 def trained(gloo_pool, plan: Plan):
-    gloo_pool.run(cases.prepare, [(plan, plans.model("llama"))], ranks=2)
+    gloo_pool.run(cases.prepare, [(plan, plans.model("llama"))], ranks=gloo_pool.size)
     return gloo_pool.run(cases.uninterrupted, plan, plans.model("llama"), plans.VOCABULARY, (0, 2), ranks=2)[0]

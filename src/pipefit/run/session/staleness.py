@@ -12,6 +12,7 @@ from typing import Any
 
 from pipefit import codec
 from pipefit.cluster import LOCAL, Cluster, looks_like_spec, open_cluster
+from pipefit.cluster.calibration import add_calibration, split_calibration
 from pipefit.errors import StalePlanError
 from pipefit.model.graph import Model
 from pipefit.model.registry import ModelDescription, builtin_names, resolve_model
@@ -29,21 +30,31 @@ def check_cluster(plan: Plan, plan_file: str | Path, named: str = "") -> Cluster
     text = named or plan.cluster
     if not text or not plan.hashes.cluster:
         return None
-    if text.startswith(LOCAL):
-        return open_cluster(text)
-    if not looks_like_spec(text) and not Path(text).exists():
-        beside = Path(plan_file).parent / Path(text).name
-        if named or not beside.exists():
-            raise StalePlanError(
-                "The plan's cluster file was not found, so the plan cannot be checked against the current cluster.",
-                where="--cluster" if named else "cluster",
-                seen=text if named else f"{text}, and no {Path(text).name} beside the plan",
-                next_step="pass the file with --cluster FILE, or put it beside the plan, or make the plan again",
-            )
-        text = str(beside)
-    cluster = open_cluster(text)
-    check_staleness(plan, cluster=cluster)
+    plain, calibration = split_calibration(text)
+    if not plain.startswith(LOCAL) and not looks_like_spec(plain):
+        plain = _find_file(plain, plan_file, named)
+    if calibration is not None:
+        plain = add_calibration(plain, Path(_find_file(str(calibration), plan_file, named)))
+    cluster = open_cluster(plain)
+    if not text.startswith(LOCAL):
+        check_staleness(plan, cluster=cluster)
     return cluster
+
+
+def _find_file(name: str, plan_file: str | Path, named: str) -> str:
+    """Return the file of a cluster or calibration: as named, or beside the plan unless the user named it. Raises
+    StalePlanError if there is none."""
+    beside = Path(plan_file).parent / Path(name).name
+    if Path(name).exists():
+        return name
+    if named or not beside.exists():
+        raise StalePlanError(
+            "The plan's cluster file was not found, so the plan cannot be checked against the current cluster.",
+            where="--cluster" if named else "cluster",
+            seen=name if named else f"{name}, and no {Path(name).name} beside the plan",
+            next_step="pass the file with --cluster FILE, or put it beside the plan, or make the plan again",
+        )
+    return str(beside)
 
 
 def check_model(plan: Plan, weights: str = "") -> None:

@@ -134,7 +134,7 @@ class TrainingRun:
                 )  # fmt: skip
                 log.log_step(step_metrics(measured, work))
                 since, steps, data_s = now, 0, 0.0
-            if self.saves_after(done):
+            if self.is_due(done, config.save_every):
                 self.require_finite(done, result.grad_norm.item())
             if self.finish_step(step, log, directory):
                 since, steps, data_s = time.perf_counter(), 0, 0.0
@@ -150,20 +150,18 @@ class TrainingRun:
             "The gradients are not finite, so the parameters of this run are lost.",
             where=f"a step up to {step}",
             seen=f"gradient norm {norm}",
-            next_step=f"resume from the last checkpoint (step {self._saved}) with a smaller --lr, "
-            "or with --nonfinite skip to leave such steps out",
+            next_step=(f"resume from the last checkpoint (step {self._saved})" if self._saved else "start again")
+            + " with a smaller --lr, or with --nonfinite skip to leave such steps out",
         )
 
-    def saves_after(self, done: int) -> bool:
-        """Return True if a checkpoint is due after this number of steps."""
-        return done == self.config.steps or bool(self.config.save_every and done % self.config.save_every == 0)
+    def is_due(self, done: int, every: int) -> bool:
+        """Return True after the last step and after every `every` steps; 0: after the last one alone."""
+        return done == self.config.steps or bool(every and done % every == 0)
 
     def finish_step(self, step: int, log: RunLog | None, directory: Path) -> bool:
         """Run the trace, evaluation and checkpoint due after a step. Return True if any of them took time."""
         config, done = self.config, step + 1
-        last = done == config.steps
-        evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
-        saves = self.saves_after(done)
+        evaluates, saves = self.is_due(done, config.eval_every), self.is_due(done, config.save_every)
         if self.worker.tracing:
             write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s, self.process_use)
         if evaluates:
