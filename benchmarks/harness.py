@@ -132,12 +132,12 @@ class TextTable:
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> str:
     """Return a Markdown table; `align` is the rule below every column but the first."""
     lines = [head, ["---"] + [align] * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
 
 
 def format_table(columns: str, rows: Iterable[Sequence[str]], align: str = "---") -> str:
     """Return a Markdown table; `columns` holds the titles, with ` | ` between them."""
-    return markdown_table(columns.split(" | "), rows, align).replace("|  |", "| |").replace("|  |", "| |")
+    return markdown_table(columns.split(" | "), rows, align)
 
 
 def load_result(name: str) -> Any:

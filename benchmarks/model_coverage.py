@@ -77,9 +77,9 @@ def measure_types(arguments: Namespace) -> Outcome:
 
 def all_types() -> list[str]:
     """Return the model types of all causal language models of the installed `transformers`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+    from pipefit.model.any_class import library_types
 
-    return sorted(NAMES)
+    return sorted(library_types("every type"))
 
 
 def measure_type(kind: str) -> TypeResult:
@@ -183,9 +183,9 @@ def class_difference(example: Any, model: Any) -> float:
     ours, others = run_whole(None, 0, model, (), (), state, feed_of(model, inputs), ROWS * TOKENS)
     differences = [abs(ours - loss) / max(1.0, abs(loss))]
     for name, gradient in gradients.items():
-        scale = float(gradient.abs().max()) + 1e-12
+        scale = max(float(gradient.abs().max()), 1e-6)
         other = others.get(name, torch.zeros_like(gradient))
-        differences.append(float((gradient - other).abs().max()) / max(scale, 1e-6))
+        differences.append(float((gradient - other).abs().max()) / scale)
     return max(differences)
 
 

@@ -21,6 +21,7 @@ from benchmarks.design_tables import DESIGN_TABLES
 from benchmarks.harness import format_table, load_result
 from pipefit.units import format_seconds
 from pipefit.validate.published import FLOAT8, read_published
+from pipefit.validate.report import GroupSummary, group_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(
@@ -290,16 +291,9 @@ def validation_table() -> str:
     rows = []
     for name, group in result["groups"].items():
         members = [row for row in result["rows"] if row["group"] == name]
-        ranks, calibrated = group["rank_correlation"], group["calibrated_error"]
         fitted = sum(row["fitted"] for row in members)
-        rows.append(
-            (
-                *(members[0]["set"], name, str(group["runs"]), str(fitted) if fitted else "none"),
-                *(f"{group['mean_error']:.1%}", f"{group['bias']:+.1%}", f"{group['largest_error']:+.1%}"),
-                "" if ranks is None else f"{ranks:.2f}",
-                "" if calibrated is None else f"{calibrated:.1%} of {group['runs'] - group['calibrated_on']}",
-            )
-        )
+        title, runs, *figures = group_cells(name, GroupSummary(**group))
+        rows.append((members[0]["set"], title, runs, str(fitted) if fitted else "none", *figures))
     columns = "set | group | runs | fitted to | mean error | bias | largest | rank correlation | calibrated on three"
     return format_table(columns, rows)
 

@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from pipefit.cluster import Cluster, open_cluster
 from pipefit.cluster.kinds import data_sheet_kind
+from pipefit.cluster.topology import device_count
 from pipefit.model.registry import open_model
 from pipefit.plan import make
 from pipefit.plan.types import Job, Plan
@@ -176,7 +177,7 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "model": case.model,
         "cluster": cluster.name,
-        "devices": sum(host.devices for host in cluster.hosts),
+        "devices": device_count(cluster),
         "batch": job.batch,
         "sequence": job.sequence,
         "search_wall_s": wall - sum(inside[part]["wall"] for part in AFTERWARDS),

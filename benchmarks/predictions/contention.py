@@ -26,6 +26,7 @@ from benchmarks.harness import Outcome, benchmark_parser, run_benchmark
 from benchmarks.lab.runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
 from benchmarks.predictions.formulas import closed_form, pipette, uniform
 from pipefit.cluster import Cluster
+from pipefit.cluster.topology import device_count
 from pipefit.cost.work import BUCKET_BYTES
 from pipefit.model.graph import Model
 from pipefit.plan.assemble.predict import add_prediction, simulate_plan
@@ -36,6 +37,7 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
 from pipefit.simulate import simulate_schedule
+from pipefit.validate.report import rank_correlation
 
 LABS = ("uniform", "mixed-links", "mixed")
 JOB = Job(batch=32, sequence=64, precision="float32")
@@ -90,7 +92,7 @@ def measure(name: str, model: Model, *, quick: bool = False) -> dict[str, Any]:
     rail = cluster.rails[0]
     return {
         "lab": name,
-        "devices": sum(host.devices for host in cluster.hosts),
+        "devices": device_count(cluster),
         "profile_s": round(seconds),
         "bandwidth_bytes_per_s": [[round(value) for value in line] for line in rail.bandwidth_bytes_per_s],
         "invalid": sum(not each["valid"] for each in rows),
@@ -163,14 +165,17 @@ def words(plan: Plan) -> str:
 
 def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Mean and largest error and the rank correlation of every predictor."""
-    from scipy.stats import spearmanr
-
     found = {}
     for name in rows[0]["predicted_s"] if rows else ():
         errors = [abs(each["error"][name]) for each in rows]
         pairs = [(each["predicted_s"][name], each["measured_s"]) for each in rows]
-        rank = float(spearmanr(*zip(*pairs, strict=True)).statistic) if len(pairs) > 2 else 1.0
-        found[name] = {"mean_error": statistics.mean(errors), "max_error": max(errors), "rank_correlation": rank}
+        rank = rank_correlation(pairs)
+        rank = 1.0 if rank is None else rank
+        found[name] = {
+            "mean_error": statistics.mean(errors),
+            "max_error": max(errors),
+            "rank_correlation": 1.0 if rank is None else rank,
+        }
     return found
 
 

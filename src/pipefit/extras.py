@@ -28,6 +28,11 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def install_command(module: str) -> str:
+    """Return the command that installs the extra with this module."""
+    return f"pip install 'pipefit[{EXTRAS[module][0]}]'"
+
+
 def missing_package(error: ModuleNotFoundError) -> PipefitError | None:
     """Return the error for an optional package that is not installed; None for any other module."""
     module = (error.name or "").partition(".")[0]
@@ -37,6 +42,6 @@ def missing_package(error: ModuleNotFoundError) -> PipefitError | None:
     return PipefitError(
         f"This needs {title}, which is not installed.",
         where=f"module {module}",
-        next_step=f"pip install 'pipefit[{extra}]'"
+        next_step=install_command(module)
         + ("; on Linux that takes the CUDA build of PyTorch unless another one is installed" if extra == "run" else ""),
     )

@@ -29,6 +29,9 @@ GROUP = "pipefit.plugins"
 SWITCH = "PIPEFIT_PLUGINS"
 """The environment variable that turns plug-ins off."""
 
+MEND_IT = f"mend it, or go on without plug-ins: {SWITCH}=off"
+"""The advice of each error that names a plug-in."""
+
 Entry = TypeVar("Entry")
 Result = TypeVar("Result")
 
@@ -141,7 +144,7 @@ def plugin_errors(subject: str, call: Callable[..., object]) -> Iterator[None]:
             f"The {subject} failed.",
             where=_failed_line(call, error),
             seen=f"{type(error).__name__}: {error}",
-            next_step=f"mend it, or go on without plug-ins: {SWITCH}=off",
+            next_step=MEND_IT,
         ) from error
 
 
@@ -159,7 +162,7 @@ def call_plugin(
             where=call_name(call),
             seen=f"{type(result).__name__}: {str(result)[:200]}",
             allowed=" or ".join(kind.__name__ for kind in types),
-            next_step=f"mend it, or go on without plug-ins: {SWITCH}=off",
+            next_step=MEND_IT,
         )
     return result
 
@@ -194,7 +197,7 @@ def import_function(subject: str, module: str, name: str) -> Callable[..., Any]:
             where=f"builder {module!r}",
             seen=f"{type(error).__name__}: {error}",
             allowed=f"a module with a function {name}",
-            next_step=f"mend it, or go on without plug-ins: {SWITCH}=off",
+            next_step=MEND_IT,
         ) from error
 
 

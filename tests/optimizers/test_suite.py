@@ -137,7 +137,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_suite_names_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipefit.testing.optimizers.BARRIER_S", 0.5)
+    monkeypatch.setattr("pipefit.testing.thread_group.BARRIER_S", 0.5)
     kind, message = FAULTS[fault]
     with pytest.raises(AssertionError, match=message):
         check_optimizer(kind, sgd)

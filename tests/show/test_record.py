@@ -7,7 +7,7 @@ import pytest
 from tests.support.show_toys import toy_plan, write_toy_run
 
 from pipefit.errors import FormatError
-from pipefit.show.record import read_run
+from pipefit.show.record import read_run, warm_up_count
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def test_a_run_tells_its_median_step_without_the_warm_up(run):
     plan, directory = run
     record = read_run(directory)
     assert record.plan == plan and record.plan.content_hash == plan.content_hash
-    assert len(record.steps) == 20 and record.warm_up_steps == 2
+    assert len(record.steps) == 20 and warm_up_count(20) == 2
     assert record.step_s == pytest.approx(1.25 * plan.prediction.step_s)
     assert record.evaluations == ((10, pytest.approx(1.7)), (20, pytest.approx(1.45)))
     assert record.peak_bytes[2] == pytest.approx(1.25 * plan.prediction.lanes[2].peak_bytes)

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from pipefit.plan.types import Plan
 
 
+MEMORY_FLAGS = {
+    "memory_correction": ("--memory-correction", "--memory"),
+    "max_oom_probability": ("--max-oom-probability", "--risk"),
+}
+"""Option strings of a memory correction; the second ones are earlier names."""
+
 INTERRUPTED_CODE = 130
 """Exit code after Ctrl-C without a plan, as shells report it."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.cli._options import takes_options
+from pipefit.cli._plans import MEMORY_FLAGS
 
 if TYPE_CHECKING:
     from pipefit.cli._progress import ProgressLines
@@ -46,10 +47,7 @@ class ExplainOptions:
     ExplainOptions,
     arguments=("path",),
     metavars={"path": "PLAN"},
-    flags={
-        "memory_correction": ("--memory-correction", "--memory"),
-        "max_oom_probability": ("--max-oom-probability", "--risk"),
-    },
+    flags=MEMORY_FLAGS,
 )
 def command(options: ExplainOptions) -> None:
     """Explain PLAN: decisions, stages, memory, lower bound, bottleneck, alternatives. Or compare it with another

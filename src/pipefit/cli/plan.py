@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pipefit.cli._options import takes_options
+from pipefit.cli._plans import MEMORY_FLAGS
 
 if TYPE_CHECKING:
     from pipefit.cli._progress import ProgressLines
@@ -75,11 +76,7 @@ class PlanOptions:
 
 @takes_options(
     PlanOptions,
-    flags={
-        "output": ("--output", "-o"),
-        "memory_correction": ("--memory-correction", "--memory"),
-        "max_oom_probability": ("--max-oom-probability", "--risk"),
-    },
+    flags={"output": ("--output", "-o"), **MEMORY_FLAGS},
 )
 def command(options: PlanOptions) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and explain it. Ctrl-C gives the best plan so far."""

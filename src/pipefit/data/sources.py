@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import DataError
+from pipefit.extras import install_command
 
 STDLIB = "stdlib"
 """The source that is available everywhere: the source code of the Python standard library, without its tests."""
@@ -167,7 +168,7 @@ def column_values(path: Path, columns: Sequence[str], optional: Collection[str] 
         raise DataError(
             "Reading parquet needs pyarrow, which is not installed.",
             where=str(path),
-            next_step="pip install 'pipefit[parquet]', or give the same rows as jsonl",
+            next_step=f"{install_command('pyarrow')}, or give the same rows as jsonl",
         ) from None
     try:
         with parquet.ParquetFile(path) as file:

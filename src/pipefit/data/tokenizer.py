@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import DataError
+from pipefit.extras import install_command
 
 BYTES = "bytes"
 BYTE_VOCABULARY = 256
@@ -70,7 +71,7 @@ class FileTokenizer:
             raise DataError(
                 "Reading a tokenizer needs the tokenizers library, which is not installed.",
                 where=str(path),
-                next_step="pip install 'pipefit[run]', or use the bytes of the text as tokens",
+                next_step=f"{install_command('tokenizers')}, or use the bytes of the text as tokens",
             ) from None
         try:
             content = path.read_bytes()

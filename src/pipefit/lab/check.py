@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipefit.cluster.topology import device_count
 from pipefit.errors import LabError
 from pipefit.lab import launch, network
 from pipefit.lab.lifecycle import Lab, scratch_folder
@@ -148,7 +149,7 @@ def as_data(lab: Lab, result: LabCalibration) -> dict[str, Any]:
     return {
         "lab": lab.file.cluster.name,
         "hosts": len(lab.file.cluster.hosts),
-        "devices": sum(host.devices for host in lab.file.cluster.hosts),
+        "devices": device_count(lab.file.cluster),
         "good": result.is_good,
         "not_made": network.unmade_facts(lab.file.cluster, network.rates_of(lab.file)),
         "links": {"mean_error": _mean_of(errors), "max_error": max(errors, default=0.0), "allowed": LINKS_WITHIN},

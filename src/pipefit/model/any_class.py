@@ -7,13 +7,13 @@ directory is run.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import ModelError
+from pipefit.extras import install_command
 from pipefit.model.example import Example
+from pipefit.model.quiet import quiet_logs
 
 FIELDS = "library_config"
 """The field of a user model's configuration with the config.json."""
@@ -45,7 +45,7 @@ def library_types(seen: str) -> frozenset[str]:
             "pipefit has no family for this model type, and `transformers` is not installed to give its class.",
             where="model_type",
             seen=seen,
-            next_step='pip install "pipefit[transformers]"',
+            next_step=install_command("transformers"),
         ) from None
     return frozenset(NAMES)
 
@@ -74,7 +74,7 @@ def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    with _quiet_library():
+    with quiet_logs():
         try:
             known = {name: value for name, value in fields.items() if name != "model_type"}
             config = CONFIG_MAPPING[fields["model_type"]](**known)
@@ -107,13 +107,3 @@ def token_loss(result: Any, labels: Any) -> Any:
     from torch.nn import functional
 
     return functional.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten())
-
-
-@contextmanager
-def _quiet_library() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -55,11 +55,6 @@ class RunRecord:
         return steady_median([step.step_s for step in self.steps])
 
     @property
-    def warm_up_steps(self) -> int:
-        """Return the number of first steps that `step_s` leaves out."""
-        return warm_up_count(len(self.steps))
-
-    @property
     def core_share(self) -> float | None:
         """Return the smallest share of the time in which a process had a core of its machine; None if not recorded."""
         facts = self.trace.facts.values() if self.trace is not None else ()

@@ -5,9 +5,7 @@ An operator with collectives inside runs as one thread a device.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +32,7 @@ from pipefit.testing.operator_example import (
     draw_output_gradient,
     numeric_sizes,
 )
+from pipefit.testing.thread_group import ThreadGroup
 
 SHARES = (2, 1, 1)
 """Shares of the devices over which an operator is split."""
@@ -61,7 +60,7 @@ class _DeviceCall:
 
 
 def _execute_part(
-    example: OperatorExample, call: _DeviceCall, meeting: _ThreadGroup | None = None
+    example: OperatorExample, call: _DeviceCall, meeting: ThreadGroup | None = None
 ) -> tuple[dict[str, Tensor | None], Tensor]:
     """Return the leaves and the result of one device's part."""
     graph = example.make_graph()
@@ -154,45 +153,25 @@ def _gradient_of(leaf: Tensor) -> Tensor:
     return total if leaf.grad is None else total + leaf.grad
 
 
-class _ThreadGroup:
-    """A process group of threads, for operators with collectives inside."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=60)
-        self.values: list[Any] = [None] * count
-
-    def exchange_values(self, position: int, value: Any) -> list[Any]:
-        """Return the values of all threads."""
-        self.values[position] = value
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
-
-
-def _all_reduce(x: Tensor, op: Any, group: tuple[_ThreadGroup, int]) -> None:
+def _all_reduce(x: Tensor, op: Any, group: tuple[ThreadGroup, int]) -> None:
     meeting, position = group
     total = torch.stack(meeting.exchange_values(position, x.clone()))
     x.copy_(total.amax(0) if op == dist.ReduceOp.MAX else total.sum(0))
 
 
-def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], group: tuple[_ThreadGroup, int]) -> None:
+def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], group: tuple[ThreadGroup, int]) -> None:
     meeting, position = group
     out.copy_(torch.cat([parts[position] for parts in meeting.exchange_values(position, x.clone().split(sent))]))
     assert len(out) == sum(received)
 
 
-def _run_together(calls: Sequence[Callable[[_ThreadGroup | None], Any]], meets: bool) -> list[Any]:
+def _run_together(calls: Sequence[Callable[[ThreadGroup | None], Any]], meets: bool) -> list[Any]:
     """Return the results of the calls, which run at the same time if they meet in collectives."""
     if not meets:
         return [call(None) for call in calls]
-    meeting = _ThreadGroup(len(calls))
-    with (
-        patch.object(dist, "all_reduce", _all_reduce),
-        patch.object(comms, "exchange", _all_to_all),
-        ThreadPoolExecutor(len(calls)) as pool,
-    ):
-        return list(pool.map(lambda call: call(meeting), calls))
+    meeting = ThreadGroup(len(calls))
+    with patch.object(dist, "all_reduce", _all_reduce), patch.object(comms, "exchange", _all_to_all):
+        return meeting.run_threads(lambda position: calls[position](meeting))
 
 
 class _LabelCut:
@@ -279,7 +258,7 @@ def check_operator_split(example: OperatorExample, label: str) -> None:
     cut, unsplit = _LabelCut(example, label), _UnsplitRun(example)
     gradients = {name: torch.zeros_like(value) for name, value in unsplit.gradients.items()}
 
-    def run_device(position: int, run: DeviceRun, meeting: _ThreadGroup | None) -> tuple[dict[str, Tensor], Tensor]:
+    def run_device(position: int, run: DeviceRun, meeting: ThreadGroup | None) -> tuple[dict[str, Tensor], Tensor]:
         leaves, part = _execute_part(example, cut.device_call(unsplit.values, position, run), meeting)
         gradient = unsplit.output_gradient
         if not cut.is_partial:

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.errors import PipefitError
 from pipefit.layout import Box
 from pipefit.optimizers import FlatPiece, OptimizerKind, OptimizerState, ParameterPart, base, read_options
 from pipefit.testing.labelled import call_labelled, require
+from pipefit.testing.thread_group import ThreadGroup, UnmatchedCallError
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"matrix": (7, 12), "bias": (12,), "experts": (3, 4, 5), "scale": ()}
 """Parameters of the examples."""
 
 STEPS, LEARNING_RATE = 6, 1e-2
-BARRIER_S = 20.0
-"""Longest wait of a piece for the others."""
-
 SHORT_RUN = 10
 """Elements of a run in which an elementwise update of a small piece is divided."""
 
@@ -104,13 +100,14 @@ def _run_pieces(
     kind: OptimizerKind, pieces: Sequence[Piece], options: Mapping[str, float], subject: str
 ) -> dict[str, Tensor]:
     """Return the parameters after all steps of pieces that run at the same time, as ranks do."""
-    meeting = _PartialSums(len(pieces))
+    group = ThreadGroup(len(pieces))
     values = _draw_values()
 
+    def add_up(number: int, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(group.exchange_values(number, tensor.clone())).sum(0))
+
     def run_piece(number: int) -> FlatPiece:
-        piece = _make_piece(
-            pieces[number], values, lambda tensor: meeting.add_up(number, tensor), torch.float64, torch.float64
-        )
+        piece = _make_piece(pieces[number], values, partial(add_up, number), torch.float64, torch.float64)
         state = _make_state(kind, piece, options, subject)
         for step in range(STEPS):
             gradient = _make_piece(
@@ -121,7 +118,10 @@ def _run_pieces(
             require(torch.equal(gradient, before), f"{subject}: the update changes the gradient")
         return piece
 
-    results = _run_together(run_piece, meeting, subject)
+    try:
+        results = group.run_threads(run_piece)
+    except UnmatchedCallError:
+        raise AssertionError(f"{subject}: the pieces do not call sum_parts equally often") from None
     joined = {name: value.clone() for name, value in values.items()}
     for piece in results:
         for part in piece.parts:
@@ -130,27 +130,6 @@ def _run_pieces(
             flat[slice(*part.local)] = piece.parameter[slice(*part.place)]
             target.copy_(flat.view(target.shape))
     return joined
-
-
-def _run_together(run_piece: Callable[[int], FlatPiece], meeting: _PartialSums, subject: str) -> list[FlatPiece]:
-    """Return the pieces, updated at the same time. Raises the first error of a piece."""
-
-    def run_or_abort(number: int) -> FlatPiece:
-        try:
-            return run_piece(number)
-        except BaseException:
-            meeting.barrier.abort()
-            raise
-
-    count = meeting.barrier.parties
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(run_or_abort, number) for number in range(count)]
-    errors = [error for error in (future.exception() for future in futures) if error is not None]
-    for error in errors:
-        if not isinstance(error, _UnmatchedSumError):
-            raise error
-    require(not errors, f"{subject}: the pieces do not call sum_parts equally often")
-    return [future.result() for future in futures]
 
 
 def _make_state(kind: OptimizerKind, piece: FlatPiece, options: Mapping[str, float], subject: str) -> OptimizerState:
@@ -235,32 +214,3 @@ def _iterate_tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _iterate_tensors(item)
-
-
-class _PartialSums:
-    """The sums over pieces that run as threads."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=BARRIER_S)
-        self.values: list[Tensor] = [torch.zeros(())] * count
-
-    def add_up(self, number: int, tensor: Tensor) -> None:
-        """Replace the tensor by the sum of those of all pieces."""
-        self.values[number] = tensor.clone()
-        self._await_others()
-        total = torch.stack(self.values).sum(0)
-        self._await_others()
-        tensor.copy_(total)
-
-    def _await_others(self) -> None:
-        try:
-            self.barrier.wait()
-        except threading.BrokenBarrierError as error:
-            raise _UnmatchedSumError from error
-
-
-class _UnmatchedSumError(PipefitError):
-    """A piece waited in vain for the other pieces."""
-
-    def __init__(self) -> None:
-        PipefitError.__init__(self, "A piece waited in vain for the others.")

@@ -69,7 +69,7 @@ def test_without_transformers_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
     with pytest.raises(ModelError) as caught:
         resolve_model(write_config(tmp_path), 12)
-    assert 'pip install "pipefit[transformers]"' in caught.value.full_text()
+    assert "pip install 'pipefit[transformers]'" in caught.value.full_text()
 
 
 def test_a_type_that_nobody_knows(tmp_path):

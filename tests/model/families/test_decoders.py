@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.model.families.test_families import run_ours, their_model
 from tests.support.decoder_variants import DECODER_VARIANTS
-from tests.support.in_float64 import AllInFloat64
+from tests.support.library_parity import check_boxes, library_model, same_outputs
 
 from pipefit.errors import ModelError
 from pipefit.model.capture.layers import capture_family
 from pipefit.model.registry import build_layers, describe_config, typed_config
-from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
-
-ROWS, TOKENS = 3, 13
+from pipefit.model.weights.files import layer_tensors, load_layers, save_weights
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -41,30 +38,13 @@ def test_logits_loss_and_every_gradient_agree_with_transformers(name: str, tmp_p
     torch.manual_seed(0)
     config = DECODER_VARIANTS[name]
     described = describe_config(config, name, name)
-    theirs = their_model(config)
+    theirs = library_model(config)
     with torch.no_grad():  # the initial norms and biases of transformers are ones and zeros
         correction = "e_score_correction_bias"  # a buffer there
         buffers = [buffer for key, buffer in theirs.named_buffers() if key.endswith(correction)]
         for parameter in (*theirs.parameters(), *buffers):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    theirs.save_pretrained(tmp_path / "theirs")
-    layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
-    load_layers(layers, tmp_path / "theirs", described.family, described.config)
-
-    tokens = torch.randint(0, 61, (ROWS, TOKENS))
-    labels = torch.randint(0, 61, (ROWS, TOKENS))
-    labels[0, 3:6] = -100
-    logits, loss = run_ours(layers, tokens, labels)
-    loss.backward()
-    with AllInFloat64():
-        their_logits = theirs(tokens).logits
-        their_loss = torch.nn.functional.cross_entropy(
-            their_logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-        )
-        their_loss.backward()
-    assert logits.dtype == torch.float64
-    torch.testing.assert_close(logits, their_logits, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(loss, their_loss, rtol=1e-9, atol=1e-9)
+    layers = same_outputs(theirs, config, name, tmp_path / "theirs")
 
     save_gradients_of_theirs(theirs, tmp_path / "their gradients")
     with torch.no_grad():
@@ -89,7 +69,7 @@ def test_a_directory_is_read_and_written_to_the_last_bit(name: str, tmp_path: Pa
 
     torch.manual_seed(1)
     described = describe_config(DECODER_VARIANTS[name], name, name)
-    theirs = their_model(DECODER_VARIANTS[name], torch.float32).to(torch.float32)
+    theirs = library_model(DECODER_VARIANTS[name], torch.float32).to(torch.float32)
     theirs.save_pretrained(tmp_path / "theirs")
     layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float32)
     load_layers(layers, tmp_path / "theirs", described.family, described.config)
@@ -125,16 +105,7 @@ def test_a_configuration_that_transformers_writes_gives_the_same_options(name: s
 
 @pytest.mark.parametrize("name", ["phi3", "gpt_neox", "falcon-groups", "glm4"])
 def test_any_box_of_a_parameter_in_a_fused_tensor_can_be_read(name: str, tmp_path: Path) -> None:
-    described = describe_config(DECODER_VARIANTS[name], name, name)
-    layers = build_layers(described.family, described.config, device="cpu")
-    tensors = layer_tensors(layers)
-    save_weights(tmp_path, tensors, described.family, described.config)
-    with WeightFiles(tmp_path, described.family, described.config) as files:
-        for key, tensor in tensors.items():
-            for part in (0, 1, 2):
-                box = [(size * part // 3, size * (part + 1) // 3) for size in tensor.shape]
-                expected = tensor[tuple(slice(*edge) for edge in box)]
-                assert torch.equal(files.read(key, tensor.shape, box), expected), key
+    check_boxes(DECODER_VARIANTS[name], name, tmp_path)
 
 
 @pytest.mark.parametrize("name", DECODER_VARIANTS)

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.in_float64 import AllInFloat64
+from tests.support.library_parity import check_boxes, library_model, same_outputs
 from tests.support.variants import VARIANTS
 
 from pipefit.model.registry import build_layers, describe_config
 from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
-
-ROWS, TOKENS = 3, 13
-
-
-def their_model(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    # transformers writes into the mappings it is given
-    kwargs = {key: value for key, value in deepcopy(config).items() if key not in ("model_type", "architectures")}
-    theirs = AutoConfig.for_model(config["model_type"], **kwargs)
-    theirs._attn_implementation = "eager"
-    theirs._experts_implementation = "eager"
-    with AllInFloat64():
-        return AutoModelForCausalLM.from_config(theirs, dtype=dtype).train()
-
-
-def run_ours(layers: list[torch.nn.Module], tokens: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    feed = {"tokens": tokens, "positions": positions, "labels": labels}
-    x, logits = None, None
-    for layer in layers:
-        names = layer.forward.__code__.co_varnames[1 : layer.forward.__code__.co_argcount]
-        logits = x
-        x = layer(*[feed.get(name, x) for name in names])
-    return logits, x
 
 
 def as_ours(key: str, theirs: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
@@ -55,25 +29,8 @@ def as_ours(key: str, theirs: torch.Tensor, config: dict[str, Any]) -> torch.Ten
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_every_gradient_agree_with_transformers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    described = describe_config(VARIANTS[name], name, name)
-    theirs = their_model(VARIANTS[name])
-    theirs.save_pretrained(tmp_path / "theirs")
-    layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
-    load_layers(layers, tmp_path / "theirs", described.family, described.config)
-
-    tokens = torch.randint(0, 61, (ROWS, TOKENS))
-    labels = torch.randint(0, 61, (ROWS, TOKENS))
-    labels[0, 3:6] = -100
-    logits, loss = run_ours(layers, tokens, labels)
-    loss.backward()
-    with AllInFloat64():
-        their_logits = theirs(tokens).logits
-        flat = labels.flatten()
-        theirs_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1)[flat >= 0], flat[flat >= 0])
-        (theirs_loss * (flat >= 0).sum()).backward()
-
-    assert logits.dtype == torch.float64
-    torch.testing.assert_close(logits, their_logits, rtol=1e-9, atol=1e-9)
+    theirs = library_model(VARIANTS[name])
+    layers = same_outputs(theirs, VARIANTS[name], name, tmp_path / "theirs")
     their_gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     compared = 0
     for layer in layers:
@@ -113,16 +70,7 @@ def test_transformers_reads_what_we_save(name: str, max_file_bytes: int, tmp_pat
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "llama2"])
 def test_any_box_of_a_parameter_can_be_read(name: str, tmp_path: Path) -> None:
-    described = describe_config(VARIANTS[name], name, name)
-    layers = build_layers(described.family, described.config, device="cpu")
-    tensors = layer_tensors(layers)
-    save_weights(tmp_path, tensors, described.family, described.config)
-    with WeightFiles(tmp_path, described.family, described.config) as files:
-        for key, tensor in tensors.items():
-            for part in (0, 1, 2):
-                box = [(size * part // 3, size * (part + 1) // 3) for size in tensor.shape]
-                expected = tensor[tuple(slice(*edge) for edge in box)]
-                assert torch.equal(files.read(key, tensor.shape, box), expected), key
+    check_boxes(VARIANTS[name], name, tmp_path)
 
 
 def test_files_of_the_bare_model_without_prefix_are_read(tmp_path: Path) -> None:

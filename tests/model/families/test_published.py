@@ -1,22 +1,14 @@
-"""Published models by their config.json alone: the number of parameters is the published one.
-
-`published_configs.json` holds, by the id of a model on huggingface.co, the fields of its config.json that shapes depend
-on, and the number of parameters that its authors or its files state.
-"""
+"""Published models by their config.json alone: the number of parameters is the published one."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.published_models import PUBLISHED_MODELS
 
 from pipefit.model.registry import build_layers, describe_config
 
-PUBLISHED: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
-)
 LARGEST_ERROR = 1e-3
 
 
@@ -31,12 +23,12 @@ def count_parameters(config: dict[str, Any], name: str) -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_a_published_model_has_its_published_number_of_parameters(name: str) -> None:
-    published = PUBLISHED[name]["parameters"]
-    assert abs(count_parameters(PUBLISHED[name]["config"], name) - published) <= LARGEST_ERROR * published
+    published = PUBLISHED_MODELS[name]["parameters"]
+    assert abs(count_parameters(PUBLISHED_MODELS[name]["config"], name) - published) <= LARGEST_ERROR * published
 
 
 def test_the_table_has_models_of_every_size() -> None:
-    sizes = [entry["parameters"] for entry in PUBLISHED.values()]
+    sizes = [entry["parameters"] for entry in PUBLISHED_MODELS.values()]
     assert len(sizes) >= 20 and min(sizes) < 10**9 and max(sizes) > 10**11

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.decoder_variants import DECODER_VARIANTS
+from tests.support.published_models import PUBLISHED_MODELS
 
 from pipefit.errors import ModelError
 from pipefit.extras import is_installed, missing_package
@@ -32,9 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2-scaled": GPT2 | {"scale_attn_by_inverse_layer_idx": True},
     "gpt_neox-dropout": DECODER_VARIANTS["gpt_neox"] | {"hidden_dropout": 0.1},
 }
-PUBLISHED: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "published_configs.json").read_text(encoding="utf-8")
-)
 
 WITHOUT = """
 import sys
@@ -86,9 +84,9 @@ def test_built_in_models_are_written_as_captured(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_published_models_are_written_as_captured(name: str) -> None:
-    same_model(PUBLISHED[name]["config"], name)
+    same_model(PUBLISHED_MODELS[name]["config"], name)
 
 
 def test_every_family_of_language_models_can_be_written() -> None:

@@ -143,6 +143,28 @@ def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
     assert "a divisor of 4" in error.value.full_text()
 
 
+@pytest.mark.parametrize("option", ["--nproc-per-node", "--per-host", "--nproc-per-node=2"])
+def test_both_names_of_ranks_per_host_stay_out_of_the_torchrun_line(tmp_path, monkeypatch, option):
+    path, _ = toys.write_plan(tmp_path, stages=2, microbatches=4, replicas=(1, 1))
+    arguments = [
+        "train",
+        str(path),
+        "-o",
+        "run",
+        "--steps",
+        "9",
+        "--lr",
+        "1e-3",
+        "--print-launch",
+        *([option] if "=" in option else [option, "2"]),
+    ]
+    monkeypatch.setattr("sys.argv", ["pipefit", *arguments])
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0, result
+    assert "--nproc-per-node=2 " in result.stdout
+    assert f"-m pipefit train {path} -o run --steps 9 --lr 1e-3\n" in result.stdout, result.stdout
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

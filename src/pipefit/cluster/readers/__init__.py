@@ -57,16 +57,19 @@ def open_reader_text(text: str) -> Cluster | None:
     options.
     """
     name, _, file = text.partition(":")
-    if file and name not in find_readers() and not Path(text).exists() and most_like(name, find_readers()):
+    readers = find_readers()
+    if not file:
+        return None
+    if name not in readers:
+        if Path(text).exists() or not most_like(name, readers):
+            return None
         raise ClusterError(
             "No reader has this name.",
             where="--cluster",
             seen=repr(text),
-            allowed=f"NAME:FILE for the readers {', '.join(find_readers())}",
-            next_step=suggest_name(name, find_readers()),
+            allowed=f"NAME:FILE for the readers {', '.join(readers)}",
+            next_step=suggest_name(name, readers),
         )
-    if not file or name not in find_readers():
-        return None
     try:
         return read_cluster(name, [file])
     except MissingFactsError as error:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import DataError
+from pipefit.extras import install_command
 
 CHANNELS = 3
 
@@ -172,7 +173,7 @@ def require_pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise DataError(
-            "Reading images needs Pillow, which is not installed.", next_step="pip install 'pipefit[images]'"
+            "Reading images needs Pillow, which is not installed.", next_step=install_command("PIL")
         ) from None
 
 

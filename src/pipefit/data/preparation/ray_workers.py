@@ -26,6 +26,7 @@ from pipefit.data.preparation.executor import (
     WorkerStarting,
 )
 from pipefit.errors import DataError, PipefitError
+from pipefit.extras import install_command
 
 _READY, _ENDED = object(), object()
 """Keys of an actor's first two calls. The first returns when the actor is ready. The second never returns, so it fails
@@ -189,6 +190,6 @@ def _import_ray() -> Any:
         raise DataError(
             "Preparing on other machines needs Ray, which is not installed.",
             where="preparation",
-            next_step="pip install 'pipefit[ray]', or prepare with processes on this host",
+            next_step=f"{install_command('ray')}, or prepare with processes on this host",
         ) from None
     return ray

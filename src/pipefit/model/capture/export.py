@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipefit.model.capture.convert import GraphEmitter
 from pipefit.model.capture.operator_modules import replace_operator_modules
 from pipefit.model.capture.row_constants import fold_rows
+from pipefit.model.quiet import quiet_logs
 
 if TYPE_CHECKING:
     import torch
@@ -27,16 +28,9 @@ MODULE = "language"
 @contextmanager
 def quiet_torch() -> Iterator[None]:
     """Suppress torch's warnings, logs and printed graphs; the reason of a failure contains their content."""
-    import logging
-
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+    with quiet_logs(), warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

@@ -41,9 +41,10 @@ def one_row(emitter: GraphEmitter, node: Any) -> torch.Tensor | None:
     """Return the numbers of one row of a row constant, with size 1 along rows; None if rows differ."""
     import torch
 
-    first, second = (
-        _reduce_rows(numbers, emitter.node_shape(node)) for numbers in emitter.row_constants.get(node, (None, None))
-    )
+    if node not in emitter.row_constants:
+        return None
+    shape, versions = emitter.node_shape(node), zip(emitter.row_constants[node], ROW_COUNTS, strict=True)
+    first, second = (_reduce_rows(numbers, shape, rows) for numbers, rows in versions)
     return first if first is not None and second is not None and torch.equal(first, second) else None
 
 
@@ -131,20 +132,14 @@ def divided_shape(shape: Shape) -> Shape:
     return tuple(divided)
 
 
-def _reduce_rows(numbers: Any, shape: Shape) -> Any:
+def _reduce_rows(numbers: Any, shape: Shape, rows: int) -> Any:
     """The numbers with size 1 along every dimension of rows; None if they differ between rows."""
     import torch
 
-    if numbers is None:
-        return None
     apart = divided_shape(shape)
     if any(isinstance(size, str) and size != "B" for size in apart):
         return None
-    count = numbers.shape[[isinstance(size, str) for size in shape].index(True)] if "B" in apart else 1
-    if "B" in apart:
-        position = next(i for i, size in enumerate(shape) if isinstance(size, str))
-        count //= size_factors(str(shape[position]))[0]
-    reduced = numbers.reshape([count if size == "B" else size for size in apart])
+    reduced = numbers.reshape([rows if size == "B" else size for size in apart])
     for dim, size in enumerate(apart):
         if size == "B":
             row = reduced.narrow(dim, 0, 1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError, PluginError
+from pipefit.extras import install_command
 from pipefit.model.families import FAMILIES, ModelConfig, read_family_config
 from pipefit.plugins import call_name, call_plugin, import_function
 
@@ -42,7 +43,7 @@ def write_family(family: str, config: Mapping[str, Any]) -> Model:
         where="--model",
         seen="your own layers" if family == USER else f"the family {family}",
         allowed=f"without PyTorch: a saved model, or one of the families {', '.join(sorted(written))}",
-        next_step="pip install 'pipefit[run]'",
+        next_step=install_command("torch"),
     )
 
 

@@ -213,8 +213,9 @@ def open_board(directory: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         from pipefit.errors import RunError
+        from pipefit.extras import install_command
 
         raise RunError(
-            "TensorBoard is not installed.", where="--tensorboard", next_step="pip install 'pipefit[tensorboard]'"
+            "TensorBoard is not installed.", where="--tensorboard", next_step=install_command("tensorboard")
         ) from None
     return SummaryWriter(str(directory))

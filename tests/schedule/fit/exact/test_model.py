@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -152,7 +151,7 @@ def test_times_are_whole_quanta_or_rounded_down() -> None:
 
 
 def test_fit_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipefit.schedule.fit.exact.windows.find_spec", lambda name: None if name == "ortools" else sys)
+    monkeypatch.setattr("pipefit.schedule.fit.exact.windows.is_installed", lambda name: name != "ortools")
     instance = unit_time(linear_placement(2), 2, 2)
     with pytest.raises(ScheduleError) as error:
         exact.improve_windows(instance, one_by_one(instance), 1.0)

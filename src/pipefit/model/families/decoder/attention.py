@@ -58,9 +58,8 @@ class AlibiFeatures(nn.Module):
         self.values = tuple(slope / scale for slope in alibi_slopes(heads))
 
     def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        slope_H = constant_vector(
-            self.values, torch.float64, q_BTHK.device
-        )  # cast last, so that a graph has all digits
+        # Cast last, so that a graph has all digits.
+        slope_H = constant_vector(self.values, torch.float64, q_BTHK.device)
         slope_BTH1 = slope_H[None, None, :, None].expand(*q_BTHK.shape[:2], -1, -1).to(q_BTHK.dtype)
         place_BTG1 = positions_BT.to(k_BTGK.dtype)[:, :, None, None].expand(-1, -1, k_BTGK.shape[2], -1)
         return torch.cat((q_BTHK, slope_BTH1), dim=-1), torch.cat((k_BTGK, place_BTG1), dim=-1)

@@ -20,13 +20,13 @@ import time
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipefit.errors import ScheduleError
+from pipefit.extras import install_command, is_installed
 from pipefit.schedule.fit.bounds import check_bound, lower_bound
 from pipefit.schedule.fit.exact.model import build_model, orders_from_starts, read_starts
 from pipefit.schedule.fit.exact.scale import (
@@ -122,18 +122,18 @@ def improve_windows(instance: FitInstance, orders: Sequence[Ints], seconds: floa
 
 def require_solver() -> None:
     """Raise ScheduleError if OR-tools cannot be imported."""
-    if find_spec("ortools") is None:
+    if not is_installed("ortools"):
         raise ScheduleError(
             "The exact solver is not installed.",
             where="exact_seconds",
             seen="no package ortools",
             allowed="0 seconds without it",
-            next_step="pip install 'pipefit[exact]'",
+            next_step=install_command("ortools"),
         )
 
 
 def _begin_search(instance: FitInstance, orders: Sequence[Ints], seed: int) -> WindowSearch:
-    loops = compile_loops() if find_spec("numba") is not None else PLAIN
+    loops = compile_loops() if is_installed("numba") else PLAIN
     t, scaled = make_tables(instance), ScaledInstance.from_instance(instance)
     orders = [order.copy() for order in orders]
     first = _evaluate_orders(instance, t, loops, orders)

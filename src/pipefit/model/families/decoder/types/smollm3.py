@@ -19,7 +19,7 @@ from pipefit.model.families.decoder.options import DecoderOptions, NormOptions
 
 def read_smollm3(config: Mapping[str, Any], where: str) -> DecoderConfig:
     """Return the configuration of a SmolLM 3. Raises ModelError."""
-    fields = RecordedFields({"num_key_value_heads": 4, "tie_word_embeddings": True, **config}, where)
+    fields = RecordedFields({"num_key_value_heads": 4, **config}, where)
     options = usual_options(fields)
     turns = _rotary_layers(fields, options["layers"])
     if fields.read_flag("use_sliding_window", default=False) and fields.first_value("sliding_window") is not None:
