@@ -208,6 +208,41 @@ def _grouped_moe_case() -> OperatorExample:
     return make_example("moe", inputs, _grouped_moe(3, 3, 2, 2.5), attributes, frozenset(inputs) - {"x"})
 
 
+def _experts(gated: bool) -> Callable[..., Any]:
+    """One pair at a time. The number 5 is beyond the last expert."""
+
+    def plain(x: Any, chosen: Any, weight: Any, up: Any, down: Any, up_bias: Any = None, down_bias: Any = None) -> Any:
+        inner, rows = down.shape[2], []
+        for token, numbers, weights in zip(x.flatten(0, 1), chosen.flatten(0, 1), weight.flatten(0, 1), strict=True):
+            y = torch.zeros_like(token)
+            for expert, factor in zip(numbers.tolist(), weights, strict=True):
+                if expert < len(down):
+                    both = up[expert] @ token + (0 if up_bias is None else up_bias[expert])
+                    h = both[:inner] * torch.sigmoid(both[:inner]) * both[inner:] if gated else both.clamp(min=0)
+                    y = y + factor * (down[expert] @ h + (0 if down_bias is None else down_bias[expert]))
+            rows.append(y)
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
+def _experts_case(gated: bool) -> OperatorExample:
+    attributes: dict[str, Any] = {"experts": 5, "gated": gated, "activation": "silu" if gated else "relu"}
+    pair = ("B", "T", 2)
+    inputs: dict[str, Any] = {
+        "x": X,
+        "chosen": pair,
+        "weight": pair,
+        "up": (5, 8 * (1 + gated), 10),
+        "down": (5, 10, 8),
+    }
+    if not gated:
+        attributes["more"] = ["gate_up_bias", "down_bias"]
+        inputs |= {"up_bias": (5, 8), "down_bias": (5, 10)}
+    parameters = frozenset(inputs) - {"x", "chosen", "weight"}
+    return make_example("experts", inputs, _experts(gated), attributes, parameters, integers={"chosen": 5 + gated})
+
+
 def _aten_case(
     target: str, plain: Callable[..., Any], *arguments: Any, shape: Any = None, result: Any = None
 ) -> OperatorExample:
@@ -277,6 +312,8 @@ CASES: list[OperatorExample] = [
     _attention_case(causal=True, scale=0.3, window=None),
     _attention_case(causal=False, scale=0.5, window=None),
     _attention_case(causal=True, scale=0.5, window=3),
+    _experts_case(True),
+    _experts_case(False),
     _clamped_moe_case(),
     _grouped_moe_case(),
     _moe_case(2, True, "silu"),

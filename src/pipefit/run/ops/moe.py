@@ -166,16 +166,18 @@ def join_outputs(pairs: RoutedPairs, order: torch.Tensor, token: torch.Tensor, o
     return torch.zeros_like(pairs.flat).index_add(0, token, out)
 
 
+def local_pairs(ends: Sequence[int], first: int, down: Any) -> tuple[slice, list[int]]:
+    """Return the pairs of the local experts, which begin with the expert `first`, and the end of each expert's pairs
+    among them."""
+    start = ends[first - 1] if first else 0
+    mine = ends[first : first + down.shape[0]]
+    return slice(start, mine[-1]), [end - start for end in mine]
+
+
 def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
     layer, gate, top = context.layer, gate_function(operator.attributes), int(operator.attributes["top_k"])
     numbers = torch.arange(int(operator.attributes["experts"]), device=context.device)
     first = operator.attributes.get("first")
-
-    def own_pairs(ends: Sequence[int], down: Any) -> tuple[slice, list[int]]:
-        """Return the pairs of the local experts, and the end of each expert's pairs among them."""
-        start = ends[first - 1] if first else 0
-        mine = ends[first : first + down.shape[0]]
-        return slice(start, mine[-1]), [end - start for end in mine]
 
     def run_moe(
         record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any, *more: Any
@@ -186,7 +188,7 @@ def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
         if first is not None or counts_on_host(x):
             ends = ends.tolist()
         if first is not None:
-            pairs, ends = own_pairs(ends, down)
+            pairs, ends = local_pairs(ends, first, down)
             expert, order = expert[pairs] - first, order[pairs]
         token, parameters = order // top, expert_weights(gate_up, down, gate, routed)
         out = run_experts(routed.flat[token], expert, parameters, ends, record, layer)
