@@ -1,12 +1,15 @@
 """Coverage of the causal language models of `transformers`: native, captured from the library's class, or refused.
 
 Every model type gets a tiny random configuration of two layers (`tiny_configs.py`). A type without a family of pipefit
-is captured from the class, and planned as two stages. Its loss and every gradient are compared in float64 with the
-class itself. The reason for a refusal is that of the error message. Each type has a process of its own.
+is captured from the class, and planned for four devices as two stages. Its loss and every gradient are compared in
+float64 with the class itself. Then it is trained for two steps by two processes, a stage each, and losses and changes
+of parameters are compared with the class in one process. The reason for a refusal is that of the error message. Each
+type is captured in a process of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -14,17 +17,20 @@ import sys
 import warnings
 from argparse import Namespace
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.tiny_configs import VOCABULARY, tiny_config
 
-TOKENS, ROWS = 12, 3
+TOKENS, ROWS, STEPS, STAGES = 12, 3, 2, 2
 CPU_S, DATA_BYTES = 90, 6 << 30
 """Limits of a type's process."""
 EXACT = 1e-9
 """The largest difference of a gradient, relative to its largest element."""
+ASKED = 0.9
+"""The share of all types that are planned and trained."""
 
 QUICK = ("arcee", "biogpt", "codegen", "exaone4", "mamba2", "mpt", "nemotron", "olmo3", "phi", "stablelm", "xglm",
          "dots1")  # fmt: skip
@@ -43,6 +49,8 @@ class TypeResult:
     "Layers of the captured chain."
     difference: float | None = None
     "The largest relative difference of the loss or a gradient from those of the class, in float64."
+    trained: float | None = None
+    "The same of two losses and of the changes of parameters, trained by two processes with SGD."
     reason: str = ""
     "The reason of a refusal."
 
@@ -59,20 +67,28 @@ def measure_types(arguments: Namespace) -> Outcome:
     import transformers
 
     kinds = QUICK if arguments.quick else arguments.types.split(",") if arguments.types else all_types()
-    table = TextTable(("type", "<24"), ("state", "<15"), ("layers", ">6"), ("difference", ">12"))
+    table = TextTable(("type", "<24"), ("state", "<15"), ("layers", ">6"), ("difference", ">12"), ("trained", ">12"))
     table.print_head()
     results = []
-    for kind in kinds:
-        result = measure_type(kind)
+    for result in run_types(kinds):
         results.append(result)
-        shown = "" if result.difference is None else f"{result.difference:.1e}"
-        table.print_row(kind, result.state, result.layers or "", shown, note=f"  {result.reason}")
+        shown = ["" if value is None else f"{value:.1e}" for value in (result.difference, result.trained)]
+        table.print_row(result.model_type, result.state, result.layers or "", *shown, note=f"  {result.reason}")
     counts = Counter(result.state for result in results)
     print(", ".join(f"{state}: {counts[state]}" for state in STATES), f"of {len(results)}")
-    exact = all(result.difference is None or result.difference <= EXACT for result in results)
+    exact = all(is_exact(result) for result in results)
+    planned = counts["native"] + counts["captured"]
     rows = [asdict(result) for result in results]
     counted = {state: counts[state] for state in STATES}
-    return Outcome({"transformers": transformers.__version__, "counts": counted, "types": rows}, passed=exact)
+    body = {"transformers": transformers.__version__, "counts": counted, "types": rows}
+    return Outcome(body, passed=exact and planned >= ASKED * len(results))
+
+
+def is_exact(result: TypeResult) -> bool:
+    """Return whether a type is not captured, or its gradients and its training are those of the class."""
+    if result.state != "captured":
+        return True
+    return result.difference is not None and result.trained is not None and result.difference <= EXACT >= result.trained
 
 
 def all_types() -> list[str]:
@@ -82,12 +98,41 @@ def all_types() -> list[str]:
     return sorted(library_types("every type"))
 
 
-def measure_type(kind: str) -> TypeResult:
-    """Return the result of a type, measured by a process with limits of time and memory."""
+def run_types(kinds: Sequence[str]) -> Iterator[TypeResult]:
+    """Yield the result of each type in order. Two processes train all types."""
+    from tests.support.pool import Pool
+
     from pipefit.model.families import family_of_type
 
-    if family_of_type(kind) is not None:
-        return TypeResult(model_type=kind, state="native")
+    captured = [kind for kind in kinds if family_of_type(kind) is None]
+    if captured:
+        warm_up(captured[0])
+    pool = None
+    for kind in kinds:
+        if kind not in captured:
+            yield TypeResult(model_type=kind, state="native")
+            continue
+        result, training = measure_apart(kind)
+        if training is not None:
+            pool = pool if pool is not None and pool.alive else Pool(STAGES)
+            result = train_apart(pool, result, *training)
+        yield result
+    if pool is not None:
+        pool.close()
+
+
+def warm_up(kind: str) -> None:
+    """Import in this process the modules that all types need. A type that is refused is its own process's to report."""
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from pipefit.model.capture.whole import capture_whole
+
+        plan_stages(capture_whole(tiny_example(kind), kind))
+
+
+def measure_apart(kind: str) -> tuple[TypeResult, Any]:
+    """Return the result of a captured type, and the training to compare, measured by a process with limits of time and
+    memory."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -97,10 +142,11 @@ def measure_type(kind: str) -> TypeResult:
         answer = pipe.read()
     os.waitpid(child, 0)
     if not answer:
-        return TypeResult(model_type=kind, state="refused", reason=f"more than {CPU_S} s or {DATA_BYTES >> 30} GiB")
-    result = pickle.loads(answer)
+        reason = f"more than {CPU_S} s or {DATA_BYTES >> 30} GiB"
+        return TypeResult(model_type=kind, state="refused", reason=reason), None
+    result, training = pickle.loads(answer)
     assert isinstance(result, TypeResult)
-    return result
+    return result, training
 
 
 def _answer_parent(kind: str, writer: int) -> None:
@@ -111,33 +157,37 @@ def _answer_parent(kind: str, writer: int) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = measure_here(kind)
+            answer = measure_here(kind)
     except BaseException as error:
-        result = TypeResult(model_type=kind, state="refused", reason=f"{type(error).__name__}: {first_line(error)}")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        answer = TypeResult(model_type=kind, state="refused", reason=reason), None
     with os.fdopen(writer, "wb") as pipe:
-        pickle.dump(result, pipe)
+        pickle.dump(answer, pipe)
     os._exit(0)
 
 
-def measure_here(kind: str) -> TypeResult:
-    """Return the result of a type without a family."""
+def measure_here(kind: str) -> tuple[TypeResult, Any]:
+    """Return the result of a type without a family, and its training if it is captured."""
     from pipefit.errors import PipefitError
     from pipefit.model.capture.whole import capture_whole
 
     try:
         example = tiny_example(kind)
     except Exception as error:
-        return TypeResult(model_type=kind, state="no tiny model", reason=first_line(error))
+        return TypeResult(model_type=kind, state="no tiny model", reason=first_line(error)), None
     try:
         model = capture_whole(example, kind)
         plan_stages(model)
         drops = any(operator.kind == "dropout" for graph in model.graphs.values() for operator in graph.operators)
         if drops:
             example = tiny_example(kind, dropout=False)
-        difference = class_difference(example, capture_whole(example, kind) if drops else model)
+            model = capture_whole(example, kind)
+        difference = class_difference(example, model)
+        training = class_training(example, model)
     except PipefitError as error:
-        return TypeResult(model_type=kind, state="refused", reason=first_line(error))
-    return TypeResult(model_type=kind, state="captured", layers=len(model.layers), difference=difference)
+        return TypeResult(model_type=kind, state="refused", reason=first_line(error)), None
+    result = TypeResult(model_type=kind, state="captured", layers=len(model.layers), difference=difference)
+    return result, training
 
 
 def tiny_example(kind: str, dropout: bool = True) -> Any:
@@ -148,11 +198,14 @@ def tiny_example(kind: str, dropout: bool = True) -> Any:
     from pipefit.model.any_class import TOKENS as COUNT
 
     torch.manual_seed(0)
-    return library_example({"source": kind, FIELDS: tiny_config(kind, dropout), COUNT: TOKENS})
+    example = library_example({"source": kind, FIELDS: tiny_config(kind, dropout), COUNT: TOKENS})
+    if hasattr(example.module, "set_experts_implementation"):
+        example.module.set_experts_implementation("eager")  # the only one for float64
+    return example
 
 
 def plan_stages(model: Any) -> None:
-    """Plan two stages. Raises PipefitError if rows are mixed or the plan is refused."""
+    """Plan two stages of two replicas. Raises PipefitError if rows are mixed or the plan is refused."""
     from pipefit.cluster import local_cluster
     from pipefit.plan.evaluate.planner_context import build_plan
     from pipefit.plan.request.decisions import ParallelConfig
@@ -161,7 +214,8 @@ def plan_stages(model: Any) -> None:
 
     check_row_independence(model)
     job = Job(batch=8, sequence=TOKENS, precision="float64")
-    build_plan(model, local_cluster(2), job, ParallelConfig(stages=2, microbatches=2), name="tiny")
+    decisions = ParallelConfig(stages=STAGES, microbatches=2, replicas=(1, 1))
+    build_plan(model, local_cluster(2 * STAGES), job, decisions, name="tiny")
 
 
 def class_difference(example: Any, model: Any) -> float:
@@ -172,13 +226,8 @@ def class_difference(example: Any, model: Any) -> float:
 
     draw = torch.Generator().manual_seed(3)
     inputs = {name: torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=draw) for name in ("input_ids", "labels")}
-    if hasattr(example.module, "set_experts_implementation"):
-        example.module.set_experts_implementation("eager")
-    torch.set_default_dtype(torch.float64)
-    try:
+    with float64_default():
         loss, gradients = reference(example, inputs)
-    finally:
-        torch.set_default_dtype(torch.float32)
     state = {name: parameter.detach() for name, parameter in example.module.named_parameters()}
     ours, others = run_whole(None, 0, model, (), (), state, feed_of(model, inputs), ROWS * TOKENS)
     differences = [abs(ours - loss) / max(1.0, abs(loss))]
@@ -187,6 +236,52 @@ def class_difference(example: Any, model: Any) -> float:
         other = others.get(name, torch.zeros_like(gradient))
         differences.append(float((gradient - other).abs().max()) / scale)
     return max(differences)
+
+
+def class_training(example: Any, model: Any) -> Any:
+    """Return (plan, material, losses, parameters) of a training: the plan of two stages, its input for the processes,
+    and the losses and parameters of the class in one process."""
+    import torch
+    from tests.support.whole_cases import Whole
+
+    torch.manual_seed(1)
+    case = Whole(example, classes=VOCABULARY, sequence=TOKENS, optimizer="sgd", model=model)
+    plan = case.plan(stages=STAGES, microbatches=2)
+    with float64_default():
+        return plan, case.material, *case.reference(plan, STEPS)
+
+
+@contextlib.contextmanager
+def float64_default() -> Iterator[None]:
+    """Make float64 the default of PyTorch: classes ask it for the least number of their masks."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def train_apart(pool: Any, result: TypeResult, plan: Any, material: Any, losses: Any, wanted: Any) -> TypeResult:
+    """Return the result of a type after a training by the processes of the pool."""
+    from tests.support import whole_cases
+    from tests.support import worker_cases as cases
+
+    try:
+        pool.run(cases.prepare, [(plan, material[0])], ranks=STAGES)
+        ours, parameters, _ = pool.run(whole_cases.train_whole, plan, *material, STEPS, ranks=STAGES)[0]
+        pool.run(cases.forget_groups, ranks=STAGES)
+    except AssertionError as error:
+        reason = str(error).strip().splitlines()[-1]
+        return replace(result, state="refused", reason=f"training: {reason[:160]}")
+    initial = material[1]
+    differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, losses, strict=True)]
+    for name, value in parameters.items():
+        change = wanted[name] - initial[name]
+        scale = max(float(abs(change).max()), 1e-8)
+        differences.append(float(abs(value - wanted[name]).max()) / scale)
+    return replace(result, trained=max(differences))
 
 
 def first_line(error: BaseException) -> str:

@@ -43,7 +43,21 @@ BY_TYPE: Mapping[str, Mapping[str, Any]] = {
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
               "use_mamba_kernels": False},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "intermediate_size": [48, 48],
+                     "activation_sparsity_pattern": [0.5, 0.0]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """Model type -> fields that its tiny configuration has beside, or instead of, the common ones."""
 
@@ -52,10 +66,19 @@ def tiny_config(kind: str, dropout: bool = True) -> dict[str, Any]:
     """Return the config.json of a model type; without dropout, its rates are zero."""
     from transformers import CONFIG_MAPPING
 
-    config_class = CONFIG_MAPPING[kind]
-    defaults = config_class().to_dict()
-    aliases = getattr(config_class, "attribute_map", {})
-    fields = {name: size for name, size in _SIZE_OF.items() if name in defaults or name in aliases}
+    fields = BY_TYPE.get(kind, {})
+    if "model_type" in fields:  # its defaults contradict each other
+        return dict(fields)
+    defaults = CONFIG_MAPPING[kind]().to_dict()
+    return {"model_type": kind, **tiny_fields(kind, defaults, dropout), **fields}
+
+
+def tiny_fields(kind: str, defaults: Mapping[str, Any], dropout: bool) -> dict[str, Any]:
+    """Return the fields of a configuration or a part of it, from the defaults of its class."""
+    from transformers import CONFIG_MAPPING
+
+    aliases = getattr(CONFIG_MAPPING[kind], "attribute_map", {}) if kind in CONFIG_MAPPING else {}
+    fields: dict[str, Any] = {name: size for name, size in _SIZE_OF.items() if name in defaults or name in aliases}
     fields = {name: size for name, size in fields.items() if aliases.get(name) not in fields}
     fields = {name: size for name, size in fields.items() if name not in _OPTIONAL or defaults.get(name) is not None}
     if "kv_lora_rank" in fields:  # latent attention
@@ -70,4 +93,7 @@ def tiny_config(kind: str, dropout: bool = True) -> dict[str, Any]:
     if not dropout:
         rates = [name for name, value in defaults.items() if "drop" in name and isinstance(value, float)]
         fields |= dict.fromkeys(rates, 0.0)
-    return {"model_type": kind, **fields, **BY_TYPE.get(kind, {})}
+    for name, part in defaults.items():
+        if isinstance(part, Mapping) and "model_type" in part:
+            fields[name] = {"model_type": part["model_type"], **tiny_fields(part["model_type"], part, dropout)}
+    return fields

@@ -54,6 +54,10 @@ class ModelError(PipefitError):
     """An unknown model, or a model with a contradictory configuration."""
 
 
+class UnsupportedModelError(ModelError):
+    """A valid model configuration with a value that the family of pipefit does not compute."""
+
+
 class ClusterError(PipefitError):
     """A cluster file that is incomplete or contradicts itself."""
 

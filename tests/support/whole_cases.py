@@ -22,9 +22,13 @@ from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
 from pipefit.run.checkpoint.gather import gather_full
 from pipefit.run.inputs.feeding import SampleBatchSource
+from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.evaluation import LaneEvaluation
 from pipefit.run.worker.state import model_pieces
+
+SGD = OptimizerConfig(lr=1e-2, weight_decay=0.0, max_norm=0.0, options={"momentum": 0.8})
+"""Changes of parameters that are sums of gradients."""
 
 
 class RandomRows:
@@ -51,12 +55,14 @@ class RandomRows:
 class Whole:
     """A user's model, captured, with a data set; what ranks get of it is in `material`."""
 
-    def __init__(self, example: Example, classes: int = 8, sequence: int = 1) -> None:
+    def __init__(
+        self, example: Example, classes: int = 8, sequence: int = 1, optimizer: str = "adamw", model: Any = None
+    ) -> None:
         self.example = example
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.model = capture_whole(example)
-        self.job = Job(batch=8, sequence=sequence, precision="float64", seed=5)
+            self.model = model or capture_whole(example)
+        self.job = Job(batch=8, sequence=sequence, precision="float64", seed=5, optimizer=optimizer)
         self.fed = input_tensors(example)
         fields = {name: field_of(one) for name, one in self.fed.items()}
         self.samples = UserSamples(RandomRows(example, classes), fields, where="rows", batch=8, held_out=8)
@@ -70,17 +76,12 @@ class Whole:
         return build_plan(self.model, local_cluster(8), self.job, ParallelConfig(**decisions), name="whole")
 
     def reference(self, plan: Plan, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
-        """(mean losses, parameters afterwards) of plain PyTorch: the user's module and loss, torch's own AdamW."""
+        """(mean losses, parameters afterwards) of plain PyTorch: the user's module and loss, torch's own optimizer."""
         module = self.example.module.double().train()
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(torch.from_numpy(self.state[name]))
-        own = cases.ADAMW_OPTIONS
-        groups = [
-            {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": own.weight_decay},
-            {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=own.lr, betas=(own.beta1, own.beta2), eps=own.eps)
+        optimizer = stock_optimizer(module, self.job.optimizer)
         rows, losses = self.samples.rows, []
         for step in range(steps):
             numbers = rows.training_rows(np.arange(step * 8, step * 8 + 8), plan.job.seed)
@@ -103,6 +104,18 @@ class Whole:
         return getattr(result, "loss", result)
 
 
+def stock_optimizer(module: Any, name: str) -> torch.optim.Optimizer:
+    """PyTorch's optimizer with the options of the runs."""
+    if name == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=SGD.lr, momentum=SGD.options["momentum"])
+    own = cases.ADAMW_OPTIONS
+    groups = [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": own.weight_decay},
+        {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=own.lr, betas=(own.beta1, own.beta2), eps=own.eps)
+
+
 def train_whole(
     plan: Plan, model: Model, state: Any, samples: UserSamples, fed: Any, steps: int
 ) -> tuple[list[float], dict[str, np.ndarray], float]:
@@ -111,7 +124,8 @@ def train_whole(
     def value(name: str, shape: Any, box: Any) -> torch.Tensor:
         return torch.from_numpy(state[name])[tuple(slice(*run) for run in box)]
 
-    worker = build_worker(plan, model, cases.comms(), torch.device("cpu"), cases.OPTIMIZER, value=value)
+    options = SGD if plan.job.optimizer == "sgd" else cases.OPTIMIZER
+    worker = build_worker(plan, model, cases.comms(), torch.device("cpu"), options, value=value)
 
     def total(number: int) -> int:
         added = torch.tensor([number])

@@ -7,7 +7,8 @@ directory is run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from pipefit.errors import ModelError
@@ -50,9 +51,10 @@ def library_types(seen: str) -> frozenset[str]:
     return frozenset(NAMES)
 
 
-def library_example(config: Mapping[str, Any]) -> Example:
-    """Return the class of a user model's configuration (`library_fields`) with initial values, and example inputs.
-    Raises ModelError if the number of tokens is not set or the class refuses its configuration."""
+def library_example(config: Mapping[str, Any], with_values: bool = True) -> Example:
+    """Return the class of a user model's configuration (`library_fields`) and example inputs; parameters have initial
+    values, or none and no memory. Raises ModelError if the number of tokens is not set or the class refuses its
+    configuration."""
     import torch
 
     source, tokens = str(config.get("source", "")), int(config.get(TOKENS) or 0)
@@ -60,11 +62,13 @@ def library_example(config: Mapping[str, Any]) -> Example:
         raise ModelError(
             "This model is captured as one graph, for one sequence length, and the length is not set.",
             where=source,
-            seen=f"model_type {config[FIELDS]['model_type']!r}, which has no family of pipefit",
+            seen=f"model_type {config[FIELDS]['model_type']!r}, captured from the class of `transformers`",
             next_step="add --seq 1024",
         )
     ids = torch.zeros(2, tokens, dtype=torch.int64)
-    module = build_class(config[FIELDS], source)
+    with nullcontext() if with_values else empty_parameters():
+        module = build_class(config[FIELDS], source)
+    fix_frequencies(module, tokens)
     return Example(module=module, inputs={"input_ids": ids, "labels": ids}, loss=token_loss)
 
 
@@ -93,6 +97,43 @@ def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
                 seen=f"{type(error).__name__}: {lines[0][:200]}",
                 next_step="correct that field, or give the model as FILE.py:FUNCTION (docs/reference/models.md)",
             ) from None
+
+
+def fix_frequencies(module: Any, tokens: int) -> None:
+    """Let rotary embeddings whose frequencies depend on the length (`longrope`, `dynamic`) choose those of this number
+    of tokens, once and for all."""
+    import torch
+
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        lengthy = [name for name, kind in by_layer.items() if kind == "longrope" or "dynamic" in str(kind)]
+        for name in lengthy:
+            with torch.no_grad():
+                part(torch.zeros(1, tokens, 1), torch.arange(tokens)[None], *(() if name is None else (name,)))
+        if lengthy:
+            fixed = {name: "default" if name in lengthy else kind for name, kind in by_layer.items()}
+            part.rope_type = fixed if isinstance(kinds, dict) else fixed[None]
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Build modules whose parameters are on the meta device from the start. Buffers keep their values, because tables
+    of positions and frequencies are part of the graph."""
+    from torch import nn
+
+    register = nn.Module.register_parameter
+
+    def register_empty(module: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def _turn_off_caches(config: Any) -> None:

@@ -8,13 +8,14 @@ without a family is the class of `transformers`, if it has one (`any_class.py`).
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipefit import codec
-from pipefit.errors import FormatError, ModelError, suggest_name
+from pipefit.errors import FormatError, ModelError, UnsupportedModelError, suggest_name
 from pipefit.extras import is_installed
 from pipefit.model.any_class import library_fields
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
@@ -68,12 +69,12 @@ def resolve_model(source: str, tokens: int | None = None) -> ModelDescription:
         if not (path / "config.json").is_file():
             raise ModelError("The directory has no config.json.", where=str(path), next_step="give a model's directory")
         config = _load_parts(read_json(path / "config.json"), path)
-        return describe_config(config, source, where=str(path / "config.json"), tokens=tokens)
+        return _describe_file(config, source, str(path / "config.json"), tokens)
     if path.is_file():
         data = read_json(path)
         if "graphs" in data and "modules" in data:
             return ModelDescription(source, str(data.get("family", USER)), data.get("config", {}))
-        return describe_config(_load_parts(data, path.parent), source, where=source, tokens=tokens)
+        return _describe_file(_load_parts(data, path.parent), source, source, tokens)
     raise ModelError(
         "The model is not known.",
         where="--model",
@@ -101,6 +102,20 @@ def describe_config(config: Mapping[str, Any], name: str, where: str, tokens: in
         allowed=f"{known}, and every causal language model of `transformers`",
         next_step="write the layers as nn.Modules and give FILE.py:FUNCTION",
     )
+
+
+def _describe_file(config: Mapping[str, Any], name: str, where: str, tokens: int | None) -> ModelDescription:
+    """Return the description of a user's config.json: of the class of `transformers`, with a warning, if the family
+    does not compute a value of it and `transformers` is installed."""
+    try:
+        return describe_config(config, name, where, tokens)
+    except UnsupportedModelError as refusal:
+        fields = library_fields(config, name, tokens or 0) if is_installed("transformers") else None
+        if fields is None:
+            raise
+        reason = f"{refusal.what.rstrip('.')} ({refusal.where}: {refusal.seen})"
+        warnings.warn(f"{reason}: the model is captured from the class of `transformers`", stacklevel=3)
+        return ModelDescription(name, USER, fields)
 
 
 def open_model(source: str, tokens: int | None = None) -> Model:

@@ -17,10 +17,12 @@ from pipefit.model.any_class import FIELDS, library_example
 from pipefit.model.example import Example
 
 
-def open_user_model(config: Mapping[str, Any]) -> Any:
-    """Return the Example or list of layers that the configuration of a user's model names. Raises ModelError if it
-    cannot be made."""
-    return library_example(config) if FIELDS in config else make_user_model(str(config.get("source", "")))
+def open_user_model(config: Mapping[str, Any], with_values: bool = True) -> Any:
+    """Return the Example or list of layers that the configuration of a user's model names. A class of `transformers`
+    has parameters without memory if `with_values` is false. Raises ModelError if the model cannot be made."""
+    if FIELDS in config:
+        return library_example(config, with_values)
+    return make_user_model(str(config.get("source", "")))
 
 
 def make_user_model(source: str) -> Any:

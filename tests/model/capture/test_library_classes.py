@@ -11,12 +11,16 @@ import torch
 from benchmarks.model_coverage import class_difference, plan_stages, tiny_example
 from benchmarks.tiny_configs import tiny_config
 from pipefit.errors import ModelError
+from pipefit.model.any_class import FIELDS, TOKENS, build_class, library_example
 from pipefit.model.capture.whole import capture_whole
 from pipefit.model.registry import USER, open_model, resolve_model
 
 EXACT = 1e-9
-TYPES = ("stablelm", "olmo3", "afmoe", "mamba2", "mpt", "xglm")
-"""Partial rotary positions; windows; experts; a state-space model; ALiBi; learned dropout of flattened rows."""
+TYPES = ("stablelm", "olmo3", "afmoe", "mamba2", "mpt", "xglm", "gemma3", "llama4_text", "recurrent_gemma", "gpt_neo",
+         "longcat_flash", "dbrx")  # fmt: skip
+"""Partial rotary positions; windows; experts; a state-space model; ALiBi; learned dropout of flattened rows; numbers
+placed by a mask; complex rotary positions; copies in place; a number made on the device; experts with loops of their
+own."""
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -50,6 +54,42 @@ def test_a_directory_of_an_unknown_type_is_the_class(tmp_path):
     assert [layer.name for layer in model.layers][1:3] == ["model.layers.0", "model.layers.1"]
     inputs = {tensor.role: tensor.shape for layer in model.layers for tensor in model.layer_graph(layer).inputs}
     assert (inputs["tokens"], inputs["labels"]) == (("B", 12), ("B", 12))
+
+
+def test_a_value_that_the_family_does_not_compute_is_captured_from_the_class(tmp_path):
+    """Long rotary scaling of Phi-3."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    fields = {**tiny_config("phi3"), "rope_parameters": factors, "original_max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.warns(UserWarning, match="rotary scaling is unknown.*longrope.*class of `transformers`"):
+        model = open_model(str(tmp_path), 12)
+    assert model.family == USER
+    assert [layer.name for layer in model.layers][1:3] == ["model.layers.0", "model.layers.1"]
+    fields["num_attention_heads"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="a positive integer"):
+        open_model(str(tmp_path), 12)
+
+
+@pytest.mark.parametrize("original", [8, 32])
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_of_the_length_are_those_of_the_class(kind, original):
+    scaling = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": original}
+    scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {"factor": 2.0}
+    fields = {**tiny_config("phi3" if kind == "longrope" else "llama", False), "rope_parameters": scaling}
+    fields |= {"original_max_position_embeddings": original, "max_position_embeddings": original}
+    torch.manual_seed(0)
+    theirs = build_class(fields)
+    example = library_example({"source": kind, FIELDS: fields, TOKENS: 12})
+    example.module.load_state_dict(theirs.state_dict())
+    ids = torch.randint(0, 256, (2, 12))
+    assert torch.equal(example.module(ids).logits, theirs(ids).logits)
+    assert class_difference(example, capture_whole(example, kind)) <= EXACT
+
+
+def test_a_class_is_captured_without_memory_for_its_parameters(tmp_path):
+    model = open_model(write_config(tmp_path), 12)
+    assert model.graphs == capture_whole(tiny_example("stablelm"), "").graphs
 
 
 def test_without_a_length_the_error_says_how_to_give_one(tmp_path):

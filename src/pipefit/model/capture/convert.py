@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.model.capture import convert_any, convert_compute, convert_losses, convert_shape
+from pipefit.model.capture import convert_any, convert_complex, convert_compute, convert_losses, convert_shape
 from pipefit.model.capture.emitter import CONVERTERS, GraphEmitter, UnconvertibleError, is_number, line_of
 from pipefit.model.capture.source_labels import source_label
 
 __all__ = ["GraphEmitter", "UnconvertibleError", "convert_node"]
 
-REGISTERED_BY = (convert_compute, convert_losses, convert_shape)
+REGISTERED_BY = (convert_complex, convert_compute, convert_losses, convert_shape)
 """The modules that fill `CONVERTERS` and `convert_any.ANY` on import."""
 
 _IGNORED = {

@@ -202,6 +202,28 @@ def _convert_detach(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
     return emitter.emit_like(node, "aten", (emitter.value_name(args[0]),), attributes)
 
 
+@converts_any("aten.copy")
+def _convert_copy(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+    """Emit the source with the shape and dtype of the destination, whose numbers are not read."""
+    source, dtype, shape = args[1], emitter.node_dtype(node), emitter.node_shape(node)
+    x, before = emitter.value_name(source), emitter.node_shape(source)
+    if emitter.node_dtype(source) != dtype:
+        x = emitter.emit("cast", (x,), before, dtype, {"dtype": dtype})
+    return x if before == shape else emitter.emit("expand", (x,), shape, dtype, {"shape": list(shape)})
+
+
+@converts_any("aten.index_put")
+def _convert_index_put(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+    """Emit a choice between values and a number, for values that a mask of their shape replaces by this number."""
+    x, indices, value = args[:3]
+    shape, dtype = emitter.node_shape(node), emitter.node_dtype(node)
+    masked = len(indices) == 1 and emitter.node_dtype(indices[0]) == "bool" and emitter.node_shape(indices[0]) == shape
+    if not masked or emitter.node_shape(value) or any(args[3:]) or kwargs.get("accumulate"):
+        raise UnconvertibleError(f"numbers placed by index{line_of(node)}")
+    names = tuple(emitter.value_name(item) for item in (indices[0], value, x))
+    return emit_choice(emitter, names, shape, dtype)
+
+
 @converts_any("aten.embedding")
 def _convert_embedding(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     weight, tokens = args[:2]
@@ -319,6 +341,11 @@ def _decompose_attention(
 def _apply_mask(emitter: GraphEmitter, scores: str, mask: str, shape: Any, dtype: str) -> str:
     """Emit the scores with -1e30 at masked positions."""
     hidden = emitter.emit("constant", (), (), dtype, {"values": [-1e30], "shape": [], "dtype": dtype})
+    return emit_choice(emitter, (mask, scores, hidden), shape, dtype)
+
+
+def emit_choice(emitter: GraphEmitter, names: tuple[str, ...], shape: Any, dtype: str) -> str:
+    """Emit aten.where of (mask, values where it is true, values elsewhere)."""
     attributes: dict[str, Any] = {
         "target": "aten.where.self",
         "arguments": [{"input": 0}, {"input": 1}, {"input": 2}],
@@ -327,4 +354,4 @@ def _apply_mask(emitter: GraphEmitter, scores: str, mask: str, shape: Any, dtype
         "shape": list(shape),
         "dtype": dtype,
     }
-    return emitter.emit("aten", (mask, scores, hidden), shape, dtype, attributes)
+    return emitter.emit("aten", names, shape, dtype, attributes)

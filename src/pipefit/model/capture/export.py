@@ -34,6 +34,33 @@ def quiet_torch() -> Iterator[None]:
 
 
 @contextmanager
+def traced_numbers() -> Iterator[None]:
+    """Make `torch.tensor` of numbers a traced call: on the meta device a tensor constant would lose its numbers.
+    Distributions do not check theirs."""
+    import torch
+    from torch.distributions import Distribution
+
+    create, checks = torch.tensor, Distribution._validate_args
+
+    def create_traced(data: Any, **options: Any) -> Any:
+        if options.get("requires_grad"):
+            return create(data, **options)
+        used = {name: value for name, value in options.items() if name in ("dtype", "device")}
+        if isinstance(data, (bool, int, float)):
+            return torch.full((), data, **used)
+        if isinstance(data, (list, tuple)) and data and all(isinstance(item, (bool, int, float)) for item in data):
+            kind = used.pop("dtype", None) or create(data).dtype
+            return torch.stack([torch.full((), item, dtype=kind, **used) for item in data])
+        return create(data, **options)
+
+    torch.tensor, Distribution._validate_args = create_traced, False
+    try:
+        yield
+    finally:
+        torch.tensor, Distribution._validate_args = create, checks
+
+
+@contextmanager
 def uncached_shapes() -> Iterator[None]:
     """Export without torch's cache of fake tensors, which costs more than it saves if rows and tokens are symbols."""
     import torch._dynamo.config as settings

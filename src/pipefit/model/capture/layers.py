@@ -67,7 +67,7 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
     """
     if family == USER:
         source = str(config.get("source", ""))
-        user_model = open_user_model(config)
+        user_model = open_user_model(config, with_values=False)
         if isinstance(user_model, Example):
             from pipefit.model.capture.whole import capture_whole
 

@@ -17,7 +17,7 @@ from pipefit.errors import ModelError, PipefitError
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.counted import LINEAR_KINDS
 from pipefit.model.capture.cut_layers import cut_layers
-from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch
+from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch, traced_numbers
 from pipefit.model.capture.library_experts import separate_rows
 from pipefit.model.capture.lift import lift_graph
 from pipefit.model.capture.rewrite import unused_name
@@ -138,9 +138,13 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
     )
     rows = torch.export.Dim("B", min=2, max=1 << 24)
     try:
-        with quiet_torch(), separate_rows():
+        with quiet_torch(), separate_rows(), traced_numbers():
             program = torch.export.export(
-                loss_module, (values,), dynamic_shapes=(tuple({0: rows} for _ in values),), strict=False
+                loss_module,
+                (values,),
+                dynamic_shapes=(tuple({0: rows} for _ in values),),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
             )
             if _works_in_place(program):
                 program = program.run_decompositions({})

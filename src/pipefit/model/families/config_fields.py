@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, UnsupportedModelError
 
 
 class ConfigFields:
@@ -50,10 +50,11 @@ class ConfigFields:
         return value
 
     def read_choice(self, *names: str, default: str, allowed: Mapping[str, str]) -> str:
-        """Return the entry of `allowed` for the field's value, which must be one of its keys."""
+        """Return the entry of `allowed` for the field's value. Raises UnsupportedModelError for any other text."""
         value = self.first_value(*names, default=default)
         if value not in allowed:
-            raise self.wrong_field(names[0], value, ", ".join(allowed))
+            error = UnsupportedModelError if isinstance(value, str) else ModelError
+            raise self.wrong_field(names[0], value, ", ".join(allowed), error)
         return allowed[value]
 
     def width_of_heads(self, width: Sequence[str], heads: Sequence[str]) -> tuple[int, int]:
@@ -73,8 +74,8 @@ class ConfigFields:
         if not holds:
             raise ModelError(what, where=self.where, seen=seen, allowed=allowed)
 
-    def wrong_field(self, name: str, value: Any, allowed: str) -> ModelError:
-        return ModelError(
+    def wrong_field(self, name: str, value: Any, allowed: str, error: type[ModelError] = ModelError) -> ModelError:
+        return error(
             f"The field {name!r} of the configuration has a wrong value.",
             where=self.where,
             seen=repr(value),

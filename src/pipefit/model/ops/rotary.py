@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, UnsupportedModelError
 from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "frequencies")
@@ -40,7 +40,7 @@ def rotary_frequencies(attributes: Mapping[str, Any]) -> tuple[list[float], floa
         return [_llama3_frequency(frequency, scaling) for frequency in base], 1.0
     if kind == "yarn":
         return _yarn_frequencies(base, theta, dim, scaling)
-    raise ModelError(
+    raise UnsupportedModelError(
         "The rotary scaling is unknown.", where="rope_scaling", seen=repr(kind), allowed=", ".join(SCALINGS[:-1])
     )
 

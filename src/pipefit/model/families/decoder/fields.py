@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from pipefit.errors import UnsupportedModelError
 from pipefit.model.families.config_fields import ConfigFields
 from pipefit.model.families.decoder.options import ACTIVATIONS
 from pipefit.model.ops.rotary import rotary_frequencies
@@ -30,10 +31,11 @@ class RecordedFields(ConfigFields):
         return value
 
     def require_value(self, name: str, allowed: Any, default: Any = None) -> None:
-        """Raise ModelError if the field is present with another value than the supported one."""
+        """Raise UnsupportedModelError if the field is present with another value than the supported one."""
         value = super().first_value(name, default=allowed if default is None else default)
         if value != allowed:
-            raise self.wrong_field(name, value, f"{allowed!r}: other values are not supported")
+            allowed_text = f"{allowed!r}: other values are not supported"
+            raise self.wrong_field(name, value, allowed_text, UnsupportedModelError)
 
 
 def read_attention_sizes(fields: ConfigFields, groups_name: str = "num_key_value_heads") -> tuple[int, int, int, int]:
