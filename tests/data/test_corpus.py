@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from tests.data.test_tokenizer import make_tokenizer
 
-from pipefit.data.corpus import CorpusRequest, open_corpus, open_prepared, prepare_corpus
+from pipefit.data.corpus import open_corpus, open_prepared, prepare_corpus
 from pipefit.data.feed_arrays import IGNORE
+from pipefit.data.prepared import CorpusRequest
 from pipefit.errors import DataError
 
 
@@ -160,12 +161,10 @@ def test_opening_what_was_not_prepared_says_who_must(texts: Path, tmp_path: Path
 def test_a_failed_preparation_leaves_nothing_behind(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pipefit.data.corpus as room
-
     def fail(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(room.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(DataError, match="No space left"):
         prepare_corpus(CorpusRequest(sources=(str(texts),)), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -99,6 +99,12 @@ def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus")
     last_labels = sequence
     if rest >= 2:
         count, last_labels = count + 1, rest - 1
+    held_out_count = count_held_out(count, held_out, where)
+    return RowSplit(count=count, sequence=sequence, last_labels=last_labels, held_out=held_out_count)
+
+
+def count_held_out(count: int, held_out: float, where: str) -> int:
+    """Return the number of held-out rows of `count` rows; see `cut_rows`."""
     check_held_out(held_out, "held_out")
     held_out_count = int(held_out) if held_out >= 1 else int(count * held_out)
     if 0 < held_out < 1 and held_out_count == 0 and count > 1:
@@ -110,7 +116,7 @@ def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus")
             seen=f"{held_out_count} of {count} rows",
             next_step="hold out fewer rows, or give more text",
         )
-    return RowSplit(count=count, sequence=sequence, last_labels=last_labels, held_out=held_out_count)
+    return held_out_count
 
 
 def check_held_out(held_out: float, where: str) -> None:

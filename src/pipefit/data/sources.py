@@ -21,6 +21,8 @@ from pipefit.extras import install_command
 STDLIB = "stdlib"
 """The source that is available everywhere: the source code of the Python standard library, without its tests."""
 
+_JSON_LINES = (".jsonl", ".ndjson")
+_PARQUET = (".parquet", ".pq")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"})
 
@@ -59,16 +61,32 @@ def _read_source(source: str, field: str) -> Iterator[SourceDocument]:
     if source == STDLIB:
         yield from _read_stdlib()
         return
-    for path in _list_paths(source):
-        if path.suffix in (".jsonl", ".ndjson"):
-            yield from _read_jsonl(path, field)
-        elif path.suffix in (".parquet", ".pq"):
-            yield from _read_parquet(path, field)
+    for path in list_paths(source):
+        if has_records(path):
+            for where, record in read_records(path, (field,)):
+                yield SourceDocument(where, _check_text(_record_text(record, field, where), where))
         else:
             yield SourceDocument(str(path), _check_text(_read_bytes(path), str(path)))
 
 
-def _list_paths(source: str) -> list[Path]:
+def has_records(path: Path) -> bool:
+    """Return whether a file holds rows with fields: jsonl or parquet."""
+    return path.suffix in (*_JSON_LINES, *_PARQUET)
+
+
+def read_records(path: Path, columns: Sequence[str], optional: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (file and line or row, value) of a jsonl or parquet file. For `columns` and `optional`, which limit what is
+    read of parquet, see `column_values`; rows of jsonl are not checked."""
+    if path.suffix in _JSON_LINES:
+        for number, record in json_lines(path):
+            yield f"{path}, line {number}", record
+    else:
+        for number, row in enumerate(column_values(path, columns, optional)):
+            yield f"{path}, row {number}", row
+
+
+def list_paths(source: str) -> list[Path]:
+    """Return the files of a source in order: of a file, a folder or a pattern. Raises DataError if there is none."""
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
@@ -110,32 +128,32 @@ def _read_bytes(path: Path) -> bytes:
         raise DataError("The file cannot be read.", where=str(path), seen=error) from None
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[SourceDocument]:
-    for number, record in json_lines(path):
-        where = f"{path}, line {number}"
-        yield SourceDocument(where, _check_text(_record_text(record, field, where), where))
-
-
 def json_lines(path: Path, allowed: str = "one JSON object a line") -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) of every non-empty line.
 
     Raises DataError if the file cannot be read or a line is not valid JSON; its message quotes `allowed` as the
     expected content.
     """
-    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                "The line is not valid JSON.",
-                where=f"{path}, line {number}",
-                seen=f"{error}: {line[:60]!r}",
-                allowed=allowed,
-                next_step="remove or mend the line; the file may have been cut short",
-            ) from None
-        yield number, value
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, _parse_line(line.rstrip(b"\n"), f"{path}, line {number}", allowed)
+    except OSError as error:
+        raise DataError("The file cannot be read.", where=str(path), seen=error) from None
+
+
+def _parse_line(line: bytes, where: str, allowed: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            "The line is not valid JSON.",
+            where=where,
+            seen=f"{error}: {line[:60]!r}",
+            allowed=allowed,
+            next_step="remove or mend the line; the file may have been cut short",
+        ) from None
 
 
 def _record_text(record: Any, field: str, where: str) -> bytes:
@@ -144,17 +162,11 @@ def _record_text(record: Any, field: str, where: str) -> bytes:
             f"There is no field {field!r}.",
             where=where,
             seen=", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__,
-            next_step="name the field that holds the text",
+            next_step="name the field that holds the text with --field",
         )
     if not isinstance(record[field], str):
         raise DataError(f"The field {field!r} is not text.", where=where, seen=repr(record[field])[:60])
     return str(record[field]).encode("utf-8", errors="surrogatepass")
-
-
-def _read_parquet(path: Path, field: str) -> Iterator[SourceDocument]:
-    for number, row in enumerate(column_values(path, (field,))):
-        where = f"{path}, row {number}"
-        yield SourceDocument(where, _check_text(_record_text(row, field, where), where))
 
 
 def column_values(path: Path, columns: Sequence[str], optional: Collection[str] = ()) -> Iterator[dict[str, Any]]:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pipefit import __version__, codec
-from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare_corpus
+from pipefit.data.corpus import open_prepared, prepare_corpus
 from pipefit.data.multimodal.broken import BrokenSinceError, merge_broken
 from pipefit.data.multimodal.sample_rows import SampleRows
+from pipefit.data.prepared import Corpus, CorpusRequest
 from pipefit.data.rows import RowSplit
 from pipefit.errors import RunError
 from pipefit.lab import pace
