@@ -10,6 +10,7 @@ EXTRAS = {
     "torch": ("run", "PyTorch"),
     "safetensors": ("run", "safetensors"),
     "tokenizers": ("run", "tokenizers"),
+    "jinja2": ("run", "Jinja2"),
     "transformers": ("transformers", "transformers"),
     "pyarrow": ("parquet", "pyarrow"),
     "PIL": ("images", "Pillow"),

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipefit.data.chat.corpus import open_chat, prepare_chat
+from pipefit.data.chat.messages import find_chat_field
 from pipefit.data.prepared import (
     FORMAT,
     Corpus,
@@ -52,6 +54,9 @@ def prepare_corpus(request: CorpusRequest, cache: Path | None = None) -> Prepare
     """
     folder = cache_folder(cache)
     tokenizer = load_tokenizer(request.tokenizer, request.vocabulary)
+    chat_field = find_chat_field(request.sources, request.field)
+    if chat_field is not None:
+        return prepare_chat(request, chat_field, tokenizer, folder)
     content, documents, text_bytes = _hash_content(request, tokenizer)
     require_documents(documents, request.sources)
 
@@ -75,6 +80,8 @@ def open_prepared(
     """
     folder = cache_folder(cache)
     prepared = find_prepared(request, folder)
+    if prepared.chat:
+        return open_chat(request, prepared, folder, sequence, held_out)
     rows = cut_rows(prepared.tokens, sequence, held_out, ", ".join(request.sources))
     return Corpus(map_tokens(prepared, folder), rows, prepared, request.tokenizer)
 

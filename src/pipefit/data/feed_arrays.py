@@ -2,13 +2,14 @@
 
 Labels are the tokens shifted by one over the whole row *before* slicing, so the label of a slice's last token is the
 first token of the next slice. Document boundaries are read from the row's tokens: a document ends with its separator.
+Rows of conversations carry marks instead, which say the first token of a document and the tokens that count as labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from pipefit.layout import Run
 
 IGNORE = -100
 """The label that the loss ignores, PyTorch's default `ignore_index` of cross_entropy."""
+
+LEARNED, STARTS = 1, 2
+"""Bits of a mark: the token is a label where it comes next; the token is the first of its document."""
 
 
 class RowReader(Protocol):
@@ -33,6 +37,15 @@ class RowReader(Protocol):
         ...
 
 
+@runtime_checkable
+class RowMarks(Protocol):
+    """The marks of a source of rows, for chat data."""
+
+    def row_marks(self, index: int) -> NDArray[np.uint8]:
+        """Return (sequence + 1,) marks of the row's tokens: sums of LEARNED and STARTS."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedArrays:
     """Arrays of B rows by T tokens of a slice, int64."""
@@ -40,7 +53,7 @@ class FeedArrays:
     tokens_BT: NDArray[np.int64]
     "Token ids; 0 at positions without a token."
     labels_BT: NDArray[np.int64]
-    "The next token of each token; IGNORE if there is none."
+    "The next token of each token; IGNORE if there is none, or if it does not count."
     positions_BT: NDArray[np.int64]
     "Positions within the row; they do not restart at 0 in each slice."
     documents_BT: NDArray[np.int64] | None = None
@@ -72,15 +85,24 @@ def feed_arrays(
     start, stop = take_part(plan.batch_run(stage, microbatch, replica), *part)
     first, last = plan.slice_runs[slice_]
     block = np.full((stop - start, plan.shape.sequence_length + 1), IGNORE, dtype=np.int64)
+    marks = np.full(block.shape, LEARNED, dtype=np.uint8)
+    reader = corpus if isinstance(corpus, RowMarks) else None
     for index, row in enumerate(plan.rows[start:stop]):
         if row >= 0:
             block[index] = corpus.row(int(row))
-    tokens, labels = block[:, first:last], block[:, first + 1 : last + 1]
+            if reader is not None:
+                marks[index] = reader.row_marks(int(row))
+    documents = None
+    if plan.shape.apart:
+        starts = document_starts(block, corpus.separator) if reader is None else starts_of((marks & STARTS) > 0)
+        documents = starts[:, first:last]
+    tokens = block[:, first:last]
+    labels = np.where(marks & LEARNED, block, IGNORE)[:, first + 1 : last + 1]
     return FeedArrays(
         tokens_BT=np.where(tokens == IGNORE, 0, tokens),
-        labels_BT=labels.copy(),
+        labels_BT=labels,
         positions_BT=np.broadcast_to(np.arange(first, last, dtype=np.int64), tokens.shape).copy(),
-        documents_BT=document_starts(block, corpus.separator)[:, first:last] if plan.shape.apart else None,
+        documents_BT=documents,
         rows_B=np.arange(start, stop, dtype=np.int64),
     )
 
@@ -97,8 +119,13 @@ def document_starts(tokens_BT: NDArray[np.int64], separator: int | None) -> NDAr
 
     Without a separator every row is one document.
     """
-    starts = np.zeros_like(tokens_BT)
+    first_BT = np.zeros(tokens_BT.shape, dtype=np.bool_)
     if separator is not None:
-        places = np.arange(1, tokens_BT.shape[1], dtype=np.int64)
-        starts[:, 1:] = np.where(tokens_BT[:, :-1] == separator, places, 0)
-    return np.maximum.accumulate(starts, axis=1)
+        first_BT[:, 1:] = tokens_BT[:, :-1] == separator
+    return starts_of(first_BT)
+
+
+def starts_of(first_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the position in its row at which each token's document starts. `first_BT`: first tokens of documents."""
+    places = np.arange(first_BT.shape[1], dtype=np.int64)
+    return np.maximum.accumulate(np.where(first_BT, places, 0), axis=1)

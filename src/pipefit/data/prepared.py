@@ -13,18 +13,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.codec import content_digest, from_data, to_data
+from pipefit.codec import added_later, content_digest, from_data, to_data
 from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.rows import RowSplit
 from pipefit.data.tokenizer import BYTES, END_OF_TEXT, Tokenizer, load_tokenizer
 from pipefit.errors import DataError, FormatError
 
 FORMAT = 1
+MASK, ENDS = "mask", "ends"
+"""Suffixes of the files beside the tokens of chat data: a byte per token, and an entry per conversation."""
+ENDS_ITEM_BYTES = 16
+
+LossOn = Literal["answers", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +43,13 @@ class CorpusRequest:
     vocabulary: int | None = None
     "The model's vocabulary size; a tokenizer with more tokens is refused."
     field: str = "text"
-    "The jsonl field or parquet column with the text."
+    "The jsonl field or parquet column with the text, or with the messages of chat data."
     limit_bytes: int | None = None
     "Stop after this many bytes of text."
+    chat_template: str = added_later("")
+    "Chat data: a file with the chat template; empty: the tokenizer's."
+    loss_on: LossOn = added_later("answers")  # noqa: RUF009
+    "Chat data: the tokens with a label, those of answers or all."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,8 @@ class PreparedCorpus:
     vocabulary: int
     digest: str
     "Hash of the text and the tokenizer: equal corpora have equal digests."
+    chat: bool = added_later(False)
+    "Chat data: the files with the suffixes `.mask` and `.ends` belong to it."
 
 
 class Corpus:
@@ -103,6 +114,10 @@ class Corpus:
         if len(part) == length:
             return part
         return np.concatenate([part, np.full(length - len(part), IGNORE, dtype=np.int64)])
+
+    def run_notes(self, documents: str) -> tuple[str, ...]:
+        """Return lines for the log of a run with this corpus. `documents`: joined or apart, as in the plan."""
+        return ()
 
 
 def cache_folder(cache: Path | None) -> Path:
@@ -208,6 +223,11 @@ def read_side_file(path: Path) -> PreparedCorpus | None:
 def is_complete(folder: Path, prepared: PreparedCorpus) -> bool:
     """Return whether all files of a corpus exist with their full sizes."""
     sizes = {prepared.file: prepared.tokens * np.dtype(prepared.dtype).itemsize}
+    if prepared.chat:
+        sizes |= {
+            f"{prepared.file}.{MASK}": prepared.tokens,
+            f"{prepared.file}.{ENDS}": prepared.documents * ENDS_ITEM_BYTES,
+        }
     try:
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except OSError:

@@ -44,8 +44,17 @@ class Tokenizer(Protocol):
         """The id that ends every document; None if documents are not separated."""
         ...
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of special tokens, such as those that end a turn."""
+        ...
+
     def encode(self, text: bytes) -> NDArray[np.int64]:
         """Return the ids of one document, followed by the separator if there is one."""
+        ...
+
+    def encode_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of a text without a separator, and (tokens, 2) offsets: first character and end of each."""
         ...
 
 
@@ -55,9 +64,15 @@ class ByteTokenizer:
     vocabulary = BYTE_VOCABULARY
     digest = "bytes-0"
     separator = BYTE_SEPARATOR
+    special_tokens = ()
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
         return np.frombuffer(text + bytes([BYTE_SEPARATOR]), dtype=np.uint8).astype(np.int64)
+
+    def encode_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+        starts = np.repeat(np.arange(len(text), dtype=np.int64), [len(character.encode()) for character in text])
+        return ids, np.stack([starts, starts + 1], axis=1)
 
 
 class FileTokenizer:
@@ -85,10 +100,17 @@ class FileTokenizer:
         self.vocabulary = max(ids.values(), default=-1) + 1
         self.digest = hashlib.sha256(content).hexdigest()[:16]
         self.separator: int | None = next((ids[name] for name in END_OF_TEXT if name in ids), None)
+        self.special_tokens = tuple(
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        )
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
         ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
         return np.asarray([*ids, *([] if self.separator is None else [self.separator])], dtype=np.int64)
+
+    def encode_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int64), np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
 
 def load_tokenizer(name: str, vocabulary: int | None = None) -> Tokenizer:

@@ -29,9 +29,13 @@ class TrainConfig:
     """Files, folders, patterns or `stdlib` (the default), repeatable; for whole models FILE.py:FUNCTION; for multimodal
     models the folder of an index (pipefit data)."""
     tokenizer: str = "bytes"
-    "`bytes`, or a local tokenizer.json."
+    "`bytes`, or a local tokenizer.json or its folder."
     field: str = "text"
-    "Field of jsonl and column of parquet files that holds the text."
+    "Field of jsonl and column of parquet files that holds the text, or the messages of chat data."
+    chat_template: str = ""
+    "Chat data: a Jinja file with the chat template. Default: the tokenizer's."
+    loss_on: Literal["answers", "all"] = "answers"
+    "Chat data: the labels are the tokens of the assistant's answers, or all tokens."
     held_out: float = 0.01
     "Rows kept for evaluation: a fraction below 1, or a number."
     workers: int = 0
@@ -88,6 +92,7 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
         ),
         "workers": (config.workers >= 0, "0 or more"),
         "worker_backend": (config.worker_backend in ("processes", "ray"), "processes or ray"),
+        "loss_on": (config.loss_on in ("answers", "all"), "answers or all"),
         "on_long": (config.on_long in ("fail", "skip"), "fail or skip"),
         "on_broken": (config.on_broken in ("fail", "skip"), "fail or skip"),
         "steps": (config.steps >= 1, "1 or more"),

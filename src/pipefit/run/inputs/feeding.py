@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pipefit.data.feed_arrays import RowReader, take_part
+from pipefit.data.prepared import Corpus
 from pipefit.data.rows import RowSplit
 from pipefit.data.samples import HELD_OUT, UserSamples
 from pipefit.data.stepplan import StepPlan, batch_shape, evaluation_batches, evaluation_plan, step_plan
@@ -69,12 +70,13 @@ class TextRows(RowReader, Protocol):
 
 
 class TextBatchSource:
-    """Rows of tokens."""
+    """Rows of tokens. `notes` are lines about the corpus for the log of the run."""
 
     def __init__(self, plan: Plan, corpus: TextRows, device: int, torch_device: torch.device) -> None:
         self._plan, self._corpus, self._device, self._torch_device = plan, corpus, device, torch_device
         self._shape = batch_shape(plan)
         self.rows, self.digest = corpus.rows, corpus.digest
+        self.notes = corpus.run_notes(plan.job.documents) if isinstance(corpus, Corpus) else ()
         self.rows.require_batch(plan.job.batch)
 
     def step_inputs(self, step: int) -> BatchInputs:

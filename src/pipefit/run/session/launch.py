@@ -168,7 +168,7 @@ srun {torchrun}
 """
 
 
-_LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "resume", "weights")
+_LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "chat_template", "resume", "weights")
 """Options that are paths on a host: their contents are compared, not their names."""
 
 

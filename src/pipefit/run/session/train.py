@@ -111,6 +111,8 @@ class TrainingRun:
             log.write_line(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
             if isinstance(self.feeding, ImageBatchSource) and self.feeding.rows.too_long:
                 log.write_line(f"samples left out, longer than the sequence: {self.feeding.rows.too_long}")
+            for note in self.feeding.notes if isinstance(self.feeding, TextBatchSource) else ():
+                log.write_line(note)
         since, steps, data_s = time.perf_counter(), 0, 0.0
         for step in range(self.start, last):
             self.worker.tracing = config.trace_step == step + 1
@@ -285,7 +287,10 @@ def shared_batch_source(
 def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
     """Return the corpus: prepared by the first rank of every host, opened by all."""
     vocabulary = plan.model.config.get("vocab_size")
-    request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary, field=config.field)
+    request = CorpusRequest(
+        sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary, field=config.field,
+        chat_template=config.chat_template, loss_on=config.loss_on,
+    )  # fmt: skip
     world.run_once_per_host(lambda: prepare_corpus(request))
     corpus = open_prepared(request, sequence=plan.job.sequence, held_out=config.held_out)
     if plan.job.documents == "apart":
