@@ -20,12 +20,13 @@ from pipefit.model.capture.cut_layers import cut_layers
 from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch, traced_numbers
 from pipefit.model.capture.library_experts import separate_rows
 from pipefit.model.capture.lift import lift_graph
+from pipefit.model.capture.repeated_blocks import find_blocks
 from pipefit.model.capture.rewrite import unused_name
 from pipefit.model.capture.row_constants import emit_row_constant
 from pipefit.model.capture.settle import move_reshapes, settle_graph
 from pipefit.model.example import Example
 from pipefit.model.families.build import USER
-from pipefit.model.graph import Graph, Model, ModelModule, ParameterSpec, TensorSpec
+from pipefit.model.graph import Graph, Layer, Model, ModelModule, ParameterSpec, TensorSpec
 from pipefit.model.ops import KINDS
 
 if TYPE_CHECKING:
@@ -45,6 +46,38 @@ def capture_whole(example: Example, source: str = "") -> Model:
     """Return the model of an example. Raises ModelError with one reason if it cannot be captured; warns of functions
     that are computed in full on every device."""
     names, tensors = _tensor_inputs(example)
+    layers, graphs = _capture_repeated(example, names, tensors) or _capture_layers(example, names, tensors, source)
+    module = ModelModule(name=MODULE, layers=layers)
+    return Model(family=USER, config={"source": source} if source else {}, modules=(module,), graphs=graphs)
+
+
+ChainGraphs = tuple[tuple[Layer, ...], dict[str, Graph]]
+"""(layers, graphs by hash)."""
+
+
+def _capture_repeated(example: Example, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> ChainGraphs | None:
+    """Return the layers and graphs from an export of the different blocks only; None if that is not possible."""
+    blocks = find_blocks(example.module)
+    if blocks is None:
+        return None
+    try:
+        with blocks.shorten_list(), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            layers, graphs = _capture_layers(example, names, tensors, "")
+    except ModelError:  # a forward that counts its blocks, or one that cannot be captured in full either
+        return None
+    repeated = blocks.repeat_layers(layers)
+    if repeated is None:
+        return None
+    for warning in seen:
+        warnings.warn(warning.message, warning.category, stacklevel=3)
+    return repeated, graphs
+
+
+def _capture_layers(
+    example: Example, names: Sequence[str], tensors: Sequence[torch.Tensor], source: str
+) -> ChainGraphs:
+    """Return the layers and graphs of an example. Raises ModelError if it cannot be captured."""
     reason = ""
     for dtype in ("bfloat16", "float32"):
         try:
@@ -60,8 +93,7 @@ def capture_whole(example: Example, source: str = "") -> Model:
             next_step="rewrite that line, or give the model as a list of layers (docs/reference/models.md)",
         )
     layers, graphs = cut_layers(graph)
-    module = ModelModule(name=MODULE, layers=layers)
-    return Model(family=USER, config={"source": source} if source else {}, modules=(module,), graphs=graphs)
+    return tuple(layers), graphs
 
 
 def _tensor_inputs(example: Example) -> tuple[list[str], list[torch.Tensor]]:
