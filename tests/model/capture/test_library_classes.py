@@ -7,12 +7,14 @@ import sys
 
 import pytest
 import torch
+from tests.support.whole_runs import compare, feed_of, reference, run_whole
 
 from benchmarks.model_coverage import class_difference, plan_stages, tiny_example
 from benchmarks.tiny_configs import tiny_config
 from pipefit.errors import ModelError
 from pipefit.model.any_class import FIELDS, TOKENS, build_class, library_example
 from pipefit.model.capture.whole import capture_whole
+from pipefit.model.example import Example
 from pipefit.model.registry import USER, open_model, resolve_model
 
 EXACT = 1e-9
@@ -137,3 +139,45 @@ def test_numbers_that_count_rows_are_refused_with_their_line():
     with pytest.raises(ModelError) as caught:
         capture_whole(example)
     assert "numbers that count the rows of a batch, at test_library_classes.py" in caught.value.full_text()
+
+
+LONG = 2100
+"""Tokens whose square is more than a graph holds as numbers."""
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "olmo3"])
+def test_masks_of_long_sequences_become_attributes(kind):
+    fields = {**tiny_config(kind), "max_position_embeddings": LONG}
+    model = capture_whole(library_example({"source": kind, FIELDS: fields, TOKENS: LONG}), kind)
+    windows = [operator.attributes["window"] for operator in attentions(model)]
+    assert windows == ([6, None] if kind == "olmo3" else [None, None])
+
+
+class HolesInMask(torch.nn.Module):
+    """Attention whose mask has no name: every seventh key is hidden, but for its own query."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 12)
+
+    def forward(self, x):
+        q, k, v = self.linear(x).unsqueeze(1).chunk(3, dim=-1)
+        place = torch.arange(x.shape[1], device=x.device)
+        mask = (place[:, None] >= place) & ((place % 7 != 3) | (place[:, None] == place))
+        mask = mask.expand(x.shape[0], 1, -1, -1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).square().sum()
+
+
+def test_a_long_mask_of_another_form_is_computed_by_the_graph():
+    example = Example(module=HolesInMask(), inputs={"x": torch.randn(2, LONG, 4)})
+    model = capture_whole(example)
+    kinds = [operator.kind for layer in model.layers for operator in model.layer_graph(layer).operators]
+    assert "attention" not in kinds and "softmax" in kinds
+    sizes = [
+        len(op.attributes["values"]) for op in model.layer_graph(model.layers[0]).operators if op.kind == "constant"
+    ]
+    assert max(sizes) <= LONG
+    inputs = {"x": torch.randn(2, LONG, 4, dtype=torch.float64)}
+    loss, gradients = reference(example, inputs)
+    state = {name: parameter.detach() for name, parameter in example.module.named_parameters()}
+    compare(run_whole(None, 0, model, (), (), state, feed_of(model, inputs), 1), (loss, gradients))

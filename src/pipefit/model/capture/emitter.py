@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from pipefit.model.capture.rewrite import unused_name
-from pipefit.model.graph import Operator, Shape, Size, TensorSpec, multiply_sizes
+from pipefit.model.graph import Operator, Shape, Size, TensorSpec, multiply_sizes, size_factors
 
 LAYER_CONSTANT, WHOLE_CONSTANT = 1 << 16, 1 << 22
 """Maximum number of elements of a constant in a graph: for a layer, and for a complete model."""
@@ -19,6 +20,11 @@ class UnconvertibleError(Exception):
 def refuse_rows(emitter: GraphEmitter, node: Any) -> str:
     """Raise UnconvertibleError: layers have no constants by rows."""
     raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
+
+
+def _refuse_computed(emitter: GraphEmitter, node: Any) -> None:
+    """Raise UnconvertibleError: layers have no large constants."""
+    raise UnconvertibleError(f"the numbers of {node} are too many for a graph")
 
 
 class GraphEmitter:
@@ -49,6 +55,8 @@ class GraphEmitter:
         "Nodes with numbers known for two numbers of rows (`row_constants.py`)."
         self.emit_row_constant: Callable[[GraphEmitter, Any], str] = refuse_rows
         "Emits the value of such a node."
+        self.emit_computed: Callable[[GraphEmitter, Any], None] = _refuse_computed
+        "Emits the function of a node with known numbers, where these are too many for a graph."
         self.dropouts = 0
         self.largest = WHOLE_CONSTANT if whole else LAYER_CONSTANT
         self.source = prefix
@@ -59,6 +67,11 @@ class GraphEmitter:
             return ""
         if node in self.names:
             return self.names[node]
+        if self._is_too_large(node):
+            self.constants.pop(node, None)
+            self.row_constants.pop(node, None)
+            self.emit_computed(self, node)
+            return self.names[node]
         if node in self.constants:
             self.names[node] = self._emit_constant(node)
             return self.names[node]
@@ -66,6 +79,12 @@ class GraphEmitter:
             self.names[node] = self.emit_row_constant(self, node)
             return self.names[node]
         raise UnconvertibleError(f"the value of {node} is not a tensor that a layer can hand on")
+
+    def _is_too_large(self, node: Any) -> bool:
+        """Return whether the numbers of a node are known, but too many for a graph: the graph computes them."""
+        if not self.whole or node.op != "call_function" or not (node in self.constants or node in self.row_constants):
+            return False
+        return prod(size_factors(str(size))[0] for size in self.node_shape(node)) > self.largest
 
     def stand_for(self, node: Any, other: Any) -> None:
         """Give `node` the value of the node `other`."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 ROW_COUNTS = (3, 5)
 """The two numbers of rows."""
 
+MASK_BYTES = 1 << 31
+"""The largest mask that is computed, with all rows: sequences of up to 20,000 tokens."""
+
 Numbers = tuple[Any, Any]
 """A value for each of the `ROW_COUNTS`."""
 
@@ -28,9 +31,15 @@ def fold_rows(emitter: GraphEmitter, node: Any) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not _is_foldable(emitter, node):
         return False
-    if _count_elements(value, emitter) > ROW_COUNTS[1] * emitter.largest:
+    limit = MASK_BYTES if value.dtype == torch.bool else ROW_COUNTS[1] * emitter.largest
+    if _count_elements(value, emitter, limit) > limit:
         return False
-    numbers = tuple(_evaluate_node(emitter, node, version) for version in (0, 1))
+    shape = emitter.node_shape(node)
+    if _reads_shared_rows(emitter, node, shape):
+        row = _evaluate_node(emitter, node, 0, one_row=True)
+        numbers = tuple(row.expand([rows if size == "B" else size for size in shape]) for rows in ROW_COUNTS)
+    else:
+        numbers = tuple(_share_rows(_evaluate_node(emitter, node, version), shape) for version in (0, 1))
     emitter.row_constants[node] = (numbers[0], numbers[1])
     if all(isinstance(size, int) for size in value.shape) and torch.equal(*numbers):
         emitter.constants[node] = emitter.row_constants.pop(node)[0]
@@ -78,11 +87,20 @@ def _is_foldable(emitter: GraphEmitter, node: Any) -> bool:
     return True
 
 
-def _count_elements(value: Any, emitter: GraphEmitter) -> int:
+def _share_rows(numbers: Any, shape: Shape) -> Any:
+    """The same numbers, in the memory of one row if all rows are equal."""
+    if shape.count("B") != 1 or numbers.shape[shape.index("B")] < 2:
+        return numbers
+    row = numbers.narrow(shape.index("B"), 0, 1)
+    return row.clone().expand_as(numbers) if bool((row == numbers).all()) else numbers
+
+
+def _count_elements(value: Any, emitter: GraphEmitter, limit: int) -> int:
+    """The number of elements; more than the limit if a size depends on anything but rows."""
     total = 1
     for size in value.shape:
         number = _number_at(emitter, size, 1)
-        total *= emitter.largest * ROW_COUNTS[1] + 1 if number is None else number
+        total *= limit + 1 if number is None else number
     return int(total)
 
 
@@ -97,15 +115,41 @@ def _number_at(emitter: GraphEmitter, value: Any, version: int) -> Any:
     return int(number) if number.is_Integer else bool(number) if number.is_Boolean else float(number)
 
 
-def _evaluate_node(emitter: GraphEmitter, node: Any, version: int) -> Any:
+ELEMENTWISE = {"le", "lt", "ge", "gt", "eq", "ne", "__and__", "__or__", "bitwise_and", "bitwise_or", "bitwise_not",
+               "logical_and", "logical_or", "logical_not", "where"}  # fmt: skip
+"""Functions of masks that treat every element alone."""
+
+
+def _reads_shared_rows(emitter: GraphEmitter, node: Any, shape: Shape) -> bool:
+    """Return whether a function of each element reads equal rows alone, so that one row is enough."""
+    if str(node.target).split(".")[1] not in ELEMENTWISE or shape.count("B") != 1:
+        return False
+    for source in node.all_input_nodes:
+        if source in emitter.row_constants:
+            rows = emitter.node_shape(source)
+            if rows.count("B") != 1 or emitter.row_constants[source][0].stride(rows.index("B")) != 0:
+                return False
+            if len(rows) - rows.index("B") != len(shape) - shape.index("B"):
+                return False
+        elif source not in emitter.constants:
+            return False
+    return True
+
+
+def _evaluate_node(emitter: GraphEmitter, node: Any, version: int, one_row: bool = False) -> Any:
+    """The value of a node for one of the row counts, or its one row if all values that it reads have equal rows."""
     import torch
+
+    in_place = str(node.target).split(".")[1].endswith("_") and not str(node.target).split(".")[1].startswith("__")
 
     def known_value(item: Any) -> Any:
         if isinstance(item, torch.fx.Node):
             if item in emitter.row_constants:
-                return _to_float64(emitter.row_constants[item][version])
+                numbers = emitter.row_constants[item][version]
+                numbers = numbers.narrow(emitter.node_shape(item).index("B"), 0, 1) if one_row else numbers
+                return _to_float64(numbers, in_place)
             if item in emitter.constants:
-                return _to_float64(emitter.constants[item])
+                return _to_float64(emitter.constants[item], in_place)
             return _number_at(emitter, item.meta["val"], version)
         if isinstance(item, torch.dtype) and item.is_floating_point:
             return torch.float64  # no rounding to the dtypes of the export
@@ -118,9 +162,10 @@ def _evaluate_node(emitter: GraphEmitter, node: Any, version: int) -> Any:
     return node.target(*arguments, **keywords)
 
 
-def _to_float64(numbers: Any) -> Any:
-    """A copy, in float64 unless the dtype is integer."""
-    return numbers.double() if numbers.is_floating_point() else numbers.clone()
+def _to_float64(numbers: Any, copied: bool) -> Any:
+    """The numbers in float64 unless the dtype is integer; a copy for functions that change their arguments."""
+    wide = numbers.double() if numbers.is_floating_point() else numbers
+    return wide.clone() if copied and wide is numbers else wide
 
 
 def divided_shape(shape: Shape) -> Shape:

@@ -225,7 +225,7 @@ def _convert_export(
     emitter = GraphEmitter(
         {str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True
     )
-    emitter.emit_row_constant = emit_row_constant
+    emitter.emit_row_constant, emitter.emit_computed = emit_row_constant, _emit_computed
     fed = input_tensors(example)
     inputs = [
         replace(fed[name], dtype=emitter.node_dtype(node)) for name, node in zip(names, placeholders, strict=True)
@@ -313,6 +313,13 @@ def _convert_nodes(emitter: GraphEmitter, owner: Any, nodes: Sequence[Any]) -> N
             _convert_inner(emitter, owner, node)
         elif not fold_constant(emitter, node):
             convert_node(emitter, node, emitter.source)
+
+
+def _emit_computed(emitter: GraphEmitter, node: Any) -> None:
+    """Emit the function of a node, in the name of its own module."""
+    reader = emitter.source
+    convert_node(emitter, node, emitter.source)
+    emitter.source = reader
 
 
 def _convert_inner(emitter: GraphEmitter, owner: Any, node: Any) -> None:
