@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pipefit.model.capture.convert import GraphEmitter
@@ -36,11 +37,17 @@ def quiet_torch() -> Iterator[None]:
 @contextmanager
 def traced_numbers() -> Iterator[None]:
     """Make `torch.tensor` of numbers a traced call: on the meta device a tensor constant would lose its numbers.
-    Distributions do not check theirs."""
+    Distributions do not check theirs. The rounding of a type (`torch.finfo(...).eps`) is that of float32, whatever the
+    dtype of the run."""
     import torch
     from torch.distributions import Distribution
 
-    create, checks = torch.tensor, Distribution._validate_args
+    create, checks, facts = torch.tensor, Distribution._validate_args, torch.finfo
+
+    def finfo_of_runs(dtype: Any = None) -> Any:
+        known = facts(dtype) if dtype is not None else facts()
+        names = ("bits", "dtype", "max", "min", "resolution", "smallest_normal", "tiny")
+        return SimpleNamespace(**{name: getattr(known, name) for name in names}, eps=facts(torch.float32).eps)
 
     def create_traced(data: Any, **options: Any) -> Any:
         if options.get("requires_grad"):
@@ -53,11 +60,11 @@ def traced_numbers() -> Iterator[None]:
             return torch.stack([torch.full((), item, dtype=kind, **used) for item in data])
         return create(data, **options)
 
-    torch.tensor, Distribution._validate_args = create_traced, False
+    torch.tensor, Distribution._validate_args, torch.finfo = create_traced, False, finfo_of_runs
     try:
         yield
     finally:
-        torch.tensor, Distribution._validate_args = create, checks
+        torch.tensor, Distribution._validate_args, torch.finfo = create, checks, facts
 
 
 @contextmanager
