@@ -49,7 +49,7 @@ class CorpusRequest:
     chat_template: str = added_later("")
     "Chat data: a file with the chat template; empty: the tokenizer's."
     loss_on: LossOn = added_later("answers")  # noqa: RUF009
-    "Chat data: the tokens with a label, those of answers or all."
+    "Chat data: the tokens with a label, of answers or all."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,8 +100,8 @@ def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
 
 
 def fix_frequencies(module: Any, tokens: int) -> None:
-    """Let rotary embeddings whose frequencies depend on the length (`longrope`, `dynamic`) choose those of this number
-    of tokens, once and for all."""
+    """Fix the frequencies of rotary embeddings that depend on the length (`longrope`, `dynamic`) at this number of
+    tokens."""
     import torch
 
     for part in module.modules():

@@ -37,8 +37,8 @@ def quiet_torch() -> Iterator[None]:
 @contextmanager
 def traced_numbers() -> Iterator[None]:
     """Make `torch.tensor` of numbers a traced call: on the meta device a tensor constant would lose its numbers.
-    Distributions do not check theirs. The rounding of a type (`torch.finfo(...).eps`) is that of float32, whatever the
-    dtype of the run."""
+    Distributions do not check theirs. The rounding of a type (`torch.finfo(...).eps`) has the value of float32 in
+    every run."""
     import torch
     from torch.distributions import Distribution
 

@@ -1,5 +1,5 @@
-"""Repeated blocks of a complete model: a prefix of them is exported, and the layers of all further blocks are those of
-equal blocks in the prefix.
+"""Repeated blocks of a complete model: a prefix of them is exported, and all further blocks have the layers of equal
+blocks in the prefix.
 
 Two blocks are equal if their modules have the same classes, sizes and settings, apart from the number of the block. The
 prefix has every block that occurs once, and two of every block that occurs more often. If the two give different
@@ -49,7 +49,7 @@ class RepeatedBlocks:
             setattr(self.owner, self.attribute, full)
 
     def repeat_layers(self, layers: Sequence[Layer]) -> tuple[Layer, ...] | None:
-        """Return the layers of the complete model from those of the shortened one; None if a block is not exactly one
+        """Return the layers of the complete model from the layers of the shortened one; None if a block is not exactly one
         layer with parameters of its own, or equal blocks have different graphs."""
         paths = [f"{self.path}.{index}" for index in range(self.prefix)]
         start = next((index for index, layer in enumerate(layers) if layer.name == paths[0]), len(layers))
