@@ -58,7 +58,7 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
             next_step="add --cluster FILE.json or --local N",
         )
     opened_cluster = open_cluster(text)
-    opened_model = open_model(model or plan.model.name, plan.job.sequence)
+    opened_model = open_model(model or plan.model.name, plan.job.sequence, plan.model.config)
     check_staleness(plan, opened_model, opened_cluster)
     check_plan(plan, opened_model, opened_cluster)
     return opened_model, opened_cluster

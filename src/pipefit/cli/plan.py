@@ -62,6 +62,16 @@ class PlanOptions:
     "Write the plan to this file."
     optimizer: str = "adamw"
     "The optimizer, from which memory follows; a wrong name lists them."
+    lora: int = 0
+    "Train low-rank adapters (LoRA) of this rank; the model itself is frozen."
+    lora_alpha: float | None = None
+    "With --lora: the adapters' products are multiplied by alpha / rank. Default: twice the rank."
+    lora_targets: str = "all-linear"
+    "With --lora: names of modules such as q_proj,v_proj; all-linear: every linear layer except the output head."
+    lora_dropout: float = 0.0
+    "With --lora: dropout of the adapters' inputs."
+    freeze: tuple[str, ...] = ()
+    "Freeze the parameters whose names match this pattern, such as 'model.embed_tokens.*'; repeatable."
     documents: str = "joined"
     "Attention across documents packed into one sequence: joined, or apart."
     data: Path | None = None
@@ -116,7 +126,7 @@ def _search_plan(options: PlanOptions, progress: ProgressLines) -> tuple[Plan, M
         print(f"measured with other software: {difference}", file=sys.stderr)
     constraints = parse_constraints(options.fix, options.batch)
     chosen = {} if options.tolerance is None else {"tolerance": parse_tolerance(options.tolerance)}
-    opened_model = open_model(options.model, options.seq)
+    opened_model = open_model(options.model, options.seq, _tuning_options(options))
     if chosen and len(opened_model.modules) > 1:
         raise PlanError(
             "A plan of several modules is the fastest: no order says which of them is simpler.",
@@ -226,6 +236,30 @@ def _preparation_words(source: SampleSource, plan: Plan, model: Model, step_s: f
 
     rate = measured_rate(source.index)
     return cores_needed(source.index, source.rows, plan.job.batch, step_s, rate, decoding_copies(plan, model)).to_text()
+
+
+def _tuning_options(options: PlanOptions) -> dict[str, Any]:
+    """Return the configuration of adapters and frozen parameters. Raises ModelError for wrong options."""
+    from pipefit.errors import ModelError
+    from pipefit.model.adapters.options import ALL_LINEAR, AdapterConfig, check_adapters, tuned_config
+
+    further = {
+        "--lora-alpha": options.lora_alpha is not None,
+        "--lora-targets": options.lora_targets != ALL_LINEAR,
+        "--lora-dropout": options.lora_dropout != 0,
+    }
+    if options.lora == 0:
+        for option, is_set in further.items():
+            if is_set:
+                raise ModelError("This option belongs to adapters.", where=option, next_step="add --lora 16")
+        return tuned_config({}, None, options.freeze)
+    adapters = AdapterConfig(
+        rank=options.lora,
+        alpha=2.0 * options.lora if options.lora_alpha is None else options.lora_alpha,
+        dropout=options.lora_dropout,
+        targets=tuple(target.strip() for target in options.lora_targets.split(",")),
+    )
+    return tuned_config({}, check_adapters(adapters), options.freeze)
 
 
 def _build_job(options: PlanOptions, sequence: int) -> Job:

@@ -12,14 +12,17 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, UnsupportedModelError, suggest_name
 from pipefit.extras import is_installed
+from pipefit.model.adapters.adapt import tune_model
+from pipefit.model.adapters.options import is_tuned, tuning_of
 from pipefit.model.any_class import library_fields
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
-from pipefit.model.families import FAMILIES, family_of_type, read_family_config
+from pipefit.model.families import FAMILIES, family_of_type, read_family_config, without_tuning
 from pipefit.model.families.build import USER, build_layers, typed_config, write_family
 from pipefit.model.graph import Model
 
@@ -28,6 +31,7 @@ __all__ = [
     "ModelDescription",
     "build_layers",
     "builtin_names",
+    "capture_model",
     "describe_config",
     "open_family",
     "open_model",
@@ -36,6 +40,9 @@ __all__ = [
     "save_model",
     "typed_config",
 ]
+
+NO_TUNING: Mapping[str, Any] = MappingProxyType({})
+"""The tuning of a model that is trained as it is: no adapters, nothing frozen."""
 
 _BUILTIN_DIRECTORY = Path(__file__).parent / "builtin"
 
@@ -118,24 +125,52 @@ def _describe_file(config: Mapping[str, Any], name: str, where: str, tokens: int
         return ModelDescription(name, USER, fields)
 
 
-def open_model(source: str, tokens: int | None = None) -> Model:
+def open_model(source: str, tokens: int | None = None, tuning: Mapping[str, Any] = NO_TUNING) -> Model:
     """Return the captured model named by `source`: a saved model is read (without torch), any other source is
-    captured, or read from the cache of captured models. A class of `transformers` is captured for rows of `tokens`."""
+    captured, or read from the cache of captured models. A class of `transformers` is captured for rows of `tokens`.
+
+    `tuning` is a configuration with the adapters and frozen parameters to add (`tuned_config`).
+    """
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         data = read_json(path)
         if "graphs" in data and "modules" in data:
-            return codec.from_data(Model, data, source)
+            return _tune_saved(codec.from_data(Model, data, source), tuning, source)
     described = resolve_model(source, tokens)
-    return open_family(described.family, described.config)
+    return open_family(described.family, {**described.config, **tuning_of(tuning)})
+
+
+def _tune_saved(model: Model, tuning: Mapping[str, Any], source: str) -> Model:
+    """Return a saved model with adapters and frozen parameters. Raises ModelError if it was saved with its own."""
+    if not is_tuned(tuning) or tuning_of(model.config) == tuning_of(tuning):
+        return model
+    if is_tuned(model.config):
+        raise ModelError(
+            "The saved model has adapters or frozen parameters of its own.",
+            where=source,
+            seen=str(tuning_of(model.config)),
+            next_step="leave --lora and --freeze out, or save the base model",
+        )
+    return tune_model(model, tuning)
 
 
 def open_family(family: str, config: Mapping[str, Any]) -> Model:
     """Return the captured model of a family and configuration: from the cache, captured and stored, or without torch
-    written.
+    written. Adapters and frozen parameters of the configuration are added to the base model.
 
     Raises ModelError for bad fields or an unknown family, and for one that needs torch where it is not installed.
     """
+    return tune_model(_open_base(family, without_tuning(config)), config)
+
+
+def capture_model(family: str, config: Mapping[str, Any]) -> Model:
+    """Return the model of a family and configuration, captured now. Raises the errors of `open_family`."""
+    from pipefit.model.capture.layers import capture_family
+
+    return tune_model(capture_family(family, without_tuning(config)), config)
+
+
+def _open_base(family: str, config: Mapping[str, Any]) -> Model:
     key = cache_key(family, config) if cache_folder() is not None else None
     model = None if key is None else load_captured(key)
     if model is not None:

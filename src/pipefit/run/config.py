@@ -54,7 +54,10 @@ class TrainConfig:
     resume: str = ""
     "Continue from a run's folder or from one of its checkpoints."
     weights: str = ""
-    "Start from Hugging Face safetensors in this folder, or in those of modules: vision=DIR,language=DIR."
+    """Start from Hugging Face safetensors in this folder, or in those of modules: vision=DIR,language=DIR; `model`: in
+    the plan's model directory."""
+    merge: bool = False
+    "With adapters: also write the complete model with the adapters added to its weights."
     eval_every: int = 0
     "Steps between evaluations; 0: at the end only."
     eval_batches: int = 8

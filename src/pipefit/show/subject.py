@@ -115,7 +115,7 @@ def find_cluster(plan: Plan, path: Path, named: str) -> Cluster:
 def find_model(plan: Plan, named: str) -> Model:
     """Return the plan's model, captured from its description, or read from the user's override."""
     if named:
-        model = open_model(named)
+        model = open_model(named, plan.job.sequence, plan.model.config)
     else:
         model = open_family(plan.model.family, plan.model.config)
     check_staleness(plan, model=model)

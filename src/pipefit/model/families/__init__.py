@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import ModelError, PluginError
-from pipefit.model.families.family import InitialValue, ModelConfig, ModelFamily, RowParts, WeightTensor
+from pipefit.model.families.family import (
+    InitialValue,
+    ModelConfig,
+    ModelFamily,
+    RowParts,
+    WeightTensor,
+    without_tuning,
+)
 from pipefit.plugins import NamedRegistry, call_name, call_plugin
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "family_of_type",
     "read_family_config",
     "register_model_family",
+    "without_tuning",
 ]
 
 FAMILIES: NamedRegistry[ModelFamily] = NamedRegistry("model families")

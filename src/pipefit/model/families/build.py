@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError, PluginError
 from pipefit.extras import install_command
-from pipefit.model.families import FAMILIES, ModelConfig, read_family_config
+from pipefit.model.families import FAMILIES, ModelConfig, read_family_config, without_tuning
 from pipefit.plugins import call_name, call_plugin, import_function
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ USER = "user"
 
 
 def typed_config(family: str, config: Mapping[str, Any], where: str = "config") -> ModelConfig:
-    """The typed configuration of a family. Raises ModelError for an unknown family or bad fields."""
+    """The typed configuration of a family, without adapters. Raises ModelError for an unknown family or bad fields."""
     if family not in FAMILIES:
         raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
-    return read_family_config(FAMILIES[family], config, where)
+    return read_family_config(FAMILIES[family], without_tuning(config), where)
 
 
 def write_family(family: str, config: Mapping[str, Any]) -> Model:

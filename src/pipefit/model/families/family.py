@@ -9,6 +9,16 @@ from typing import Any, Protocol, get_args
 from pipefit.errors import ModelError
 from pipefit.model.ops.kind import InitialKind
 
+TUNING_FIELDS = ("adapters", "freeze")
+"""Fields of a model's configuration that no family reads: adapters, and frozen parameters (`model/adapters/`)."""
+
+
+def without_tuning(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the base model: without adapters and frozen parameters."""
+    if not any(name in config for name in TUNING_FIELDS):
+        return config
+    return {name: value for name, value in config.items() if name not in TUNING_FIELDS}
+
 
 class ModelConfig(Protocol):
     """The typed configuration of one model."""
@@ -60,7 +70,7 @@ class InitialValue:
 
     kind: InitialKind
     std: float = 0.0
-    "Standard deviation of the normal distribution, mean 0."
+    "Standard deviation of the normal or uniform distribution, mean 0."
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(InitialKind) or self.std < 0:

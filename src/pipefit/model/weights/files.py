@@ -167,12 +167,12 @@ def save_weights(
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     shards: list[dict[str, int]] = []
     pending: dict[str, Tensor] = {}
-    joined = _JoinedTensors()
+    joined = JoinedTensors()
     dtype = ""
     for name, tensor in pairs:
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
         for block in typed.stored_tensors(name) if typed is not None else (WeightTensor(name),):
-            piece = joined.add_part(block, _stored_piece(block, tensor.detach()))
+            piece = joined.add_part(block, stored_piece(block, tensor.detach()))
             if piece is None:
                 continue
             if pending and _total_bytes(pending.values()) + _total_bytes([piece]) > max_file_bytes:
@@ -184,12 +184,12 @@ def save_weights(
     paths = _rename_shards(directory, shards)
     if typed is not None:
         text = json.dumps({**typed.to_config(), "torch_dtype": dtype}, indent=2) + "\n"
-        _replace_file(directory / "config.json", text)
+        replace_file(directory / "config.json", text)
         paths.append(directory / "config.json")
     return paths
 
 
-class _JoinedTensors:
+class JoinedTensors:
     """Tensors of the file that hold several parameters, until all of them have been given."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class _JoinedTensors:
             )
 
 
-def _stored_piece(block: WeightTensor, tensor: Tensor) -> Tensor:
+def stored_piece(block: WeightTensor, tensor: Tensor) -> Tensor:
     """Return the part of a parameter that a stored tensor holds, as it is in the file, in memory of its own."""
     piece = tensor[_as_index(block)] if block.index else tensor
     piece = _order_rows(piece, (block.heads, 3)) if block.heads else piece
@@ -360,11 +360,11 @@ def _rename_shards(directory: Path, shards: list[dict[str, int]]) -> list[Path]:
     weight_map = {name: names[i] for i, shard in enumerate(shards) for name in shard}
     total = sum(size for shard in shards for size in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _replace_file(directory / INDEX, json.dumps(index, indent=2) + "\n")
+    replace_file(directory / INDEX, json.dumps(index, indent=2) + "\n")
     return [*paths, directory / INDEX]
 
 
-def _replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

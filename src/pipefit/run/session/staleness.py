@@ -14,8 +14,9 @@ from pipefit import codec
 from pipefit.cluster import LOCAL, Cluster, looks_like_spec, open_cluster
 from pipefit.cluster.calibration import add_calibration, split_calibration
 from pipefit.errors import StalePlanError
+from pipefit.model.families import without_tuning
 from pipefit.model.graph import Model
-from pipefit.model.registry import ModelDescription, builtin_names, resolve_model
+from pipefit.model.registry import ModelDescription, builtin_names, capture_model, resolve_model
 from pipefit.plan.check.rules import check_staleness
 from pipefit.plan.types import Plan
 
@@ -82,9 +83,7 @@ def check_model(plan: Plan, weights: str = "") -> None:
 
 def captured_model(plan: Plan) -> Model:
     """Capture the plan's model and return it. Raises StalePlanError if it is not the planned model."""
-    from pipefit.model.capture.layers import capture_family
-
-    model = capture_family(plan.model.family, plan.model.config)
+    model = capture_model(plan.model.family, plan.model.config)
     if plan.hashes.model and model.hash != plan.hashes.model:
         raise StalePlanError(
             "The plan was made for a different version of this model.",
@@ -96,8 +95,8 @@ def captured_model(plan: Plan) -> Model:
 
 
 def _compare_description(plan: Plan, found: ModelDescription, what: str, where: str) -> None:
-    then: Mapping[str, Any] = {"family": plan.model.family, **codec.to_data(plan.model.config)}
-    now: Mapping[str, Any] = {"family": found.family, **codec.to_data(found.config)}
+    then: Mapping[str, Any] = {"family": plan.model.family, **codec.to_data(without_tuning(plan.model.config))}
+    now: Mapping[str, Any] = {"family": found.family, **codec.to_data(without_tuning(found.config))}
     names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
     if names:
         raise StalePlanError(

@@ -10,7 +10,6 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,21 @@ from pipefit.run.session.rendezvous import World
 from pipefit.run.session.resume import resume_run
 from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
+from pipefit.run.session.weights import (
+    FINAL_WORDS,
+    check_merge,
+    resolve_weights,
+    save_final,
+    start_lines,
+    weights_value,
+)
 from pipefit.run.session.write_errors import write_errors
-from pipefit.run.stage.initial_values import ParameterValue, initial_values
 from pipefit.run.stage.user_module import UserModel, first_values, load_user_model, reads_text, user_samples
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.evaluation import LaneEvaluation
-from pipefit.run.worker.state import MODEL, all_pieces, model_pieces
+from pipefit.run.worker.state import all_pieces
 from pipefit.run.worker.worker import StepResult, Worker
 
 
@@ -56,6 +62,8 @@ class TrainingRun:
     """A run on this rank, ready to step. The constructor writes no files."""
 
     def __init__(self, plan: Plan, config: TrainConfig, world: World) -> None:
+        check_merge(plan, config.merge)
+        config = replace(config, weights=resolve_weights(plan, config.weights))
         self.plan, self.config, self.world = plan, config, world
         optimizer = config.optimizer if config.optimizer.steps else replace(config.optimizer, steps=config.steps)
         world.share_text("cluster", lambda: str(check_cluster(plan, config.plan, config.cluster) is not None))
@@ -90,6 +98,8 @@ class TrainingRun:
         "Completed steps, and completed steps at the last checkpoint."
         self.data_s = 0.0
         "Seconds spent preparing the data of the last step."
+        self.final = Path()
+        "Folder of the final weights, once they are written."
 
     def train_steps(self, log: RunLog | None, directory: Path) -> None:
         """Run all remaining steps, with evaluations, checkpoints and final weights as configured. Before it raises that
@@ -109,6 +119,8 @@ class TrainingRun:
         work = StepWork(tokens=job.batch * job.sequence, flops=self.flops, devices=devices, peak=peak)
         if log is not None:
             log.write_line(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
+            for line in start_lines(self.plan, self.model, config):
+                log.write_line(line)
             if isinstance(self.feeding, ImageBatchSource) and self.feeding.rows.too_long:
                 log.write_line(f"samples left out, longer than the sequence: {self.feeding.rows.too_long}")
             for note in self.feeding.notes if isinstance(self.feeding, TextBatchSource) else ():
@@ -143,7 +155,7 @@ class TrainingRun:
                 since, steps, data_s = time.perf_counter(), 0, 0.0
         self.wait_for_save()
         self.report_pace(log)
-        save_final(self.worker, directory / "weights", self.world, self.given)
+        self.final = save_final(self.worker, self.model, directory, self.world, self.given, config.merge)
 
     def require_finite(self, step: int, norm: float) -> None:
         """Raise RunError for a gradient norm that is not finite, unless such steps change no parameter."""
@@ -309,19 +321,6 @@ def corpus_mismatch(ranks: list[int], seen: str) -> RunError:
     )
 
 
-def weights_value(plan: Plan, model: Model, weights: str) -> ParameterValue:
-    """Return parameters from a directory of safetensors in Hugging Face names, or from one per module (`vision=DIR`).
-    Raises ModelError if they do not fit the model."""
-    from pipefit.model.weights.files import WeightFiles
-    from pipefit.model.weights.modules import is_parts_text, module_weights, split_parts
-
-    family, config = plan.model.family, plan.model.config
-    if is_parts_text(weights):
-        return module_weights(split_parts(weights), family, config, initial_values(plan, model))
-    files = WeightFiles(Path(weights), family, config)
-    return files.read
-
-
 def model_flops(model: Model, plan: Plan, rows: RowSplit) -> float:
     """Return the model FLOPs of one step, forward and backward, without recomputation; for images those of an average
     step."""
@@ -339,46 +338,6 @@ def model_flops(model: Model, plan: Plan, rows: RowSplit) -> float:
                 per_graph[layer.graph] = flops.forward + flops.input_gradient + flops.weight_gradient
             total += per_graph[layer.graph]
     return total
-
-
-def save_final(worker: Worker, directory: Path, world: World, found: UserModel | None = None) -> None:
-    """Save the parameters as safetensors; rank 0 writes the pieces that the other ranks send. Names are Hugging Face's,
-    or those of the user's module, together with all untrained tensors of its state dict."""
-    from pipefit.model.weights.files import save_weights
-    from pipefit.run.checkpoint.gather import gather_full
-
-    tensors = gather_full(model_pieces(worker, saving=True), group=world.cpu_group)
-
-    def gather_parameters() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            assert tensor is not None
-            for exported_name in exported_names(name.removeprefix(MODEL), found):
-                yield exported_name, tensor
-        yield from found.untrained.items() if found is not None else ()
-
-    if world.rank == 0:
-        with write_errors("final weights", directory):
-            save_weights(directory, gather_parameters(), worker.plan.model.family, worker.plan.model.config)
-            keep_token_ids(worker.plan.model.name, directory / "config.json")
-    else:
-        for _ in tensors:
-            pass
-
-
-def exported_names(name: str, found: UserModel | None) -> list[str]:
-    """Return a parameter's names in the state dict of a user's module; only its own for any other model."""
-    return [name, *(alias for alias, known in found.aliases.items() if known == name)] if found is not None else [name]
-
-
-def keep_token_ids(source: str, config: Path) -> None:
-    """Copy `bos_token_id` and similar fields from the model's own config.json, if that is on this host."""
-    source_config = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-    if not (config.is_file() and source_config.is_file() and source_config.suffix == ".json"):
-        return
-    written, known = (json.loads(path.read_text(encoding="utf-8")) for path in (config, source_config))
-    ids = {name: value for name, value in known.items() if name.endswith("_token_id") and name not in written}
-    if ids:
-        config.write_text(json.dumps({**written, **ids}, indent=2) + "\n", encoding="utf-8")
 
 
 def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: float, use: ProcessUse) -> None:
@@ -421,4 +380,4 @@ def train_rank(plan: Plan, config: TrainConfig, world: World) -> None:
         if log is not None:
             log.close()
     if log is not None:
-        log.write_line(f"done: {config.steps} steps; weights in {directory / 'weights'}")
+        log.write_line(f"done: {config.steps} steps; {FINAL_WORDS[run.final.name]} in {run.final}")

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from pipefit.layout import Box
+from pipefit.model.adapters.adapt import adapter_initial
+from pipefit.model.adapters.options import read_adapters
+from pipefit.model.adapters.targets import is_adapter
 from pipefit.model.families import FAMILIES, InitialValue
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
@@ -52,10 +55,25 @@ def family_initials(model: Model) -> dict[str, InitialValue]:
     Raises PluginError if the configuration of a plug-in fails for a name, or returns another type.
     """
     kinds = parameter_kinds(model)
+    initials = {name: adapter_initial(name, shape) for name, shape in _adapter_shapes(model).items()}
+    kinds = {name: kind for name, kind in kinds.items() if name not in initials}
     if model.family not in FAMILIES:
-        return {name: InitialValue(kind, parameter_deviation(model, name)) for name, kind in kinds.items()}
+        further = {name: InitialValue(kind, parameter_deviation(model, name)) for name, kind in kinds.items()}
+        return initials | further
     subject, typed = FAMILIES.describe_entry(model.family), typed_config(model.family, model.config)
-    return {name: call_plugin(subject, typed.initial, name, returns=InitialValue) for name in kinds}
+    return initials | {name: call_plugin(subject, typed.initial, name, returns=InitialValue) for name in kinds}
+
+
+def _adapter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of adapters; none for a model without them."""
+    if read_adapters(model.config) is None:
+        return {}
+    return {
+        layer.parameters[spec.name]: spec.shape
+        for layer in model.layers
+        for spec in model.layer_graph(layer).parameters
+        if is_adapter(layer.parameters[spec.name])
+    }
 
 
 def parameter_deviation(model: Model, name: str) -> float:
@@ -99,10 +117,10 @@ def parameter_kinds(model: Model) -> dict[str, InitialKind]:
 def initial_value(name: str, shape: Sequence[int], kind: InitialKind, std: float, seed: int, box: Box) -> Tensor:
     """Return the part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
     sizes = [stop - start for start, stop in box]
-    if kind != "normal":
+    if kind in ("ones", "zeros"):
         return torch.full(sizes, 1.0 if kind == "ones" else 0.0)
     if not shape:
-        return torch.empty(()).normal_(0.0, std, generator=_block_generator(seed, name, 0))
+        return _draw_values((), kind, std, _block_generator(seed, name, 0))
     inner = math.prod(shape[1:])
     rows = max(1, _BLOCK // max(1, inner))
     result = torch.empty(sizes)
@@ -110,10 +128,19 @@ def initial_value(name: str, shape: Sequence[int], kind: InitialKind, std: float
     columns = tuple(slice(low, high) for low, high in box[1:])
     for block in range(start // rows, -(-stop // rows)):
         first, last = block * rows, min((block + 1) * rows, shape[0])
-        values = torch.empty(last - first, *shape[1:]).normal_(0.0, std, generator=_block_generator(seed, name, block))
+        values = _draw_values((last - first, *shape[1:]), kind, std, _block_generator(seed, name, block))
         low, high = max(first, start), min(last, stop)
         result[low - start : high - start] = values[(slice(low - first, high - first), *columns)]
     return result
+
+
+def _draw_values(shape: Sequence[int], kind: InitialKind, std: float, generator: torch.Generator) -> Tensor:
+    """Return float32 values of a normal or uniform distribution of mean 0."""
+    values = torch.empty(tuple(shape))
+    if kind == "normal":
+        return values.normal_(0.0, std, generator=generator)
+    bound = math.sqrt(3.0) * std
+    return values.uniform_(-bound, bound, generator=generator)
 
 
 def _block_generator(seed: int, name: str, block: int) -> torch.Generator:

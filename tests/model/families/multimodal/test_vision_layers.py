@@ -22,7 +22,7 @@ from pipefit.errors import FormatError, ModelError
 from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
 from pipefit.model.weights.files import layer_tensors, load_layers, save_weights
 from pipefit.model.weights.modules import is_parts_text, module_weights, split_parts
-from pipefit.run.session.train import weights_value
+from pipefit.run.session.weights import weights_value
 from pipefit.run.stage.initial_values import initial_values
 
 SIZES = [(4, 4), (1, 1), (3, 7), (6, 2), (4, 4), (5, 5)]
