@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipefit.model.graph import Graph, shapes_of
+from pipefit.model.graph import Graph, Operator, shapes_of
 from pipefit.model.ops import KINDS
 from pipefit.shard.choice import TOKENS
 from pipefit.shard.program import labels_at
@@ -14,13 +14,14 @@ def column_linears(graph: Graph, split_output: bool = False) -> dict[int, int]:
     """Return the column-parallel linear layers: index of the operator -> number of units of its columns.
 
     They are the layers whose result reaches only linear layers, attention and a cross-entropy, through operators that
-    do not mix features. With `split_output` the result may also be the output of the graph (logits).
+    do not mix features. With `split_output` the result may also be the output of the graph (logits). The inner factor
+    of a low-rank product is not among them: its few features are cheaper to sum or to gather than its input.
     """
     uses = _FeatureUses(graph, split_output)
     columns = {}
     for index, operator in enumerate(graph.operators):
         label = KINDS[operator.kind].column_label
-        if label:
+        if label and not uses.is_inner_factor(operator):
             last = labels_at(uses.shapes, operator).outputs[0].index(label)
             units = uses.units_downstream(operator.outputs[0], last)
             if units:
@@ -43,6 +44,21 @@ class _FeatureUses:
         for index, operator in enumerate(graph.operators):
             for name in operator.inputs:
                 self.consumers.setdefault(name, []).append(index)
+
+    def is_inner_factor(self, operator: Operator) -> bool:
+        """Return whether a linear layer makes fewer features than it takes, for layers that make more of them."""
+        narrow, name = self._feature_ratio(operator) < 1, operator.outputs[0]
+        readers = [self.graph.operators[index] for index in self.consumers.get(name, [])]
+        if len(readers) == 1 and readers[0].kind == "mul" and not any(readers[0].inputs[1:]):
+            readers = [self.graph.operators[index] for index in self.consumers.get(readers[0].outputs[0], [])]
+        return narrow and bool(readers) and all(self._feature_ratio(reader) > 1 for reader in readers)
+
+    def _feature_ratio(self, operator: Operator) -> float:
+        """Return the features that a linear layer makes for one that it takes; 1 for other operators."""
+        if operator.kind != "linear":
+            return 1.0
+        rows, columns = self.shapes[operator.inputs[1]]
+        return float(rows) / float(columns)
 
     def units_downstream(self, name: str, dim: int) -> int:
         size = self.shapes[name][dim]

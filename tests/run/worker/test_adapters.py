@@ -1,0 +1,76 @@
+"""Adapters under layouts of several processes: three steps equal those of one process, in float64."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support import adapter_cases as adapters
+from tests.support import worker_cases as cases
+from tests.support import worker_plans as plans
+
+from pipefit.model.adapters.options import AdapterConfig
+from pipefit.model.adapters.targets import is_adapter
+from pipefit.model.graph import Model
+from pipefit.plan.check.rules import check_plan
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 3
+OPTIONS = AdapterConfig(rank=4, alpha=6.0, dropout=0.25)
+"""With dropout, whose masks do not depend on the layout either."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stages x replicas": {"stages": 2, "microbatches": 2, "replicas": (1, 1)},
+    "zero-bubble, full recomputation": {
+        "stages": 2, "microbatches": 4, "schedule": "zb-h1", "recompute": ("full", "selective"),
+    },
+    "zero-1": {"microbatches": 2, "replicas": (1, 1), "sharded_state": "optimizer"},
+    "zero-2": {"microbatches": 2, "replicas": (1, 1), "sharded_state": "gradients"},
+    "zero-3": {"stages": 2, "microbatches": 2, "replicas": (1, 1), "sharded_state": "parameters"},
+    "megatron": {"microbatches": 2, "shards": (1, 1), "sharding": "megatron"},
+    "megatron-sp": {"microbatches": 2, "shards": (1, 1), "sharding": "megatron-sp", "recompute": ("selective",)},
+    "searched": {"microbatches": 2, "shards": (1, 1), "sharding": "searched"},
+    "slices": {"stages": 2, "microbatches": 2, "slices": (5, 7)},
+    "context": {"microbatches": 2, "context": 2},
+}  # fmt: skip
+CASES = [("llama", layout) for layout in LAYOUTS] + [
+    ("phi3", "stages x replicas"), ("phi3", "megatron"), ("gpt2", "megatron-sp"), ("gpt2", "zero-1"),
+]  # fmt: skip
+
+
+@lru_cache
+def model(name: str) -> Model:
+    return adapters.adapted_model(plans.CONFIGS[name], OPTIONS)
+
+
+def trained(pool: Any, name: str, ranks: int, **decisions: Any) -> dict[str, Any]:
+    plan = adapters.plan_of(model(name), **decisions)
+    check_plan(plan, model(name))
+    pool.run(cases.prepare, [(plan, model(name))], ranks=pool.size)
+    return pool.run(cases.run_steps, plan, model(name), plans.VOCABULARY, STEPS, ranks=ranks)[0]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_layouts_train_as_one_process_does(gloo_pool: Any, name: str, layout: str) -> None:
+    decisions = LAYOUTS[layout]
+    ranks = decisions.get("stages", 1) * len(decisions.get("replicas", (1,))) * len(decisions.get("shards", (1,)))
+    result = trained(gloo_pool, name, ranks * decisions.get("context", 1), **decisions)
+    alone = trained(gloo_pool, name, 1, microbatches=1)
+    np.testing.assert_allclose(result["steps"], alone["steps"], rtol=1e-9)
+    assert {*result["gradients"]} == {key for key in alone["parameters"] if is_adapter(key)}
+    for key, expected in alone["parameters"].items():
+        if is_adapter(key):
+            np.testing.assert_allclose(result["parameters"][key], expected, rtol=0, atol=1e-9, err_msg=key)
+        else:
+            np.testing.assert_array_equal(result["parameters"][key], expected, err_msg=key)
+
+
+def test_training_lowers_the_loss_and_leaves_the_base_alone(gloo_pool: Any) -> None:
+    result = trained(gloo_pool, "llama", 1, microbatches=1)
+    first = trained(gloo_pool, "llama", 1, microbatches=2)
+    assert result["steps"][0][0] == pytest.approx(first["steps"][0][0])
+    outer = [value for key, value in result["parameters"].items() if key.endswith("lora_B.weight")]
+    assert outer and all(np.abs(value).max() > 0 for value in outer), "B left zero"
