@@ -116,3 +116,15 @@ def peft_step(model: Any, plan: Plan, vocabulary: int) -> float:
         )
         (loss / divisor).backward()
     return float(loss) / divisor
+
+
+def held_bytes(plan: Plan, model: Model) -> dict[str, int]:
+    """Bytes of the tensors that a rank keeps between steps."""
+    worker = cases.build(plan, model)
+    buckets = (*worker.buckets, *worker.frozen_buckets)
+    values = [bucket.owned_parameters if bucket.shards_parameters else bucket.parameters for bucket in buckets]
+    values += [tensor for _, _, tensor, _ in worker.frozen.values()]
+    states = [tensor for optimizer in worker.optimizers for tensor in optimizer.moments.values()]
+    states += [optimizer.master for optimizer in worker.optimizers if optimizer.has_master]
+    tensors = {"parameters": values, "gradients": [bucket.gradients for bucket in buckets], "optimizer": states}
+    return {part: sum(tensor.numel() * tensor.itemsize for tensor in of_part) for part, of_part in tensors.items()}

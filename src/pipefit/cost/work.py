@@ -58,6 +58,10 @@ class StageWork:
     gradients, and their parameters under ZeRO-3. Empty: gradients are not sharded."""
     sharded_spread: tuple[int, ...] = ()
     "[layer]: those of these elements that are replicated over the axis that divides rows and experts."
+    sharded_frozen: tuple[tuple[int, ...], ...] = ()
+    "[layer][position of the shard axis]: frozen elements that the replicas shard under ZeRO-3. Empty: none."
+    sharded_frozen_spread: tuple[int, ...] = ()
+    "[layer]: those of these elements that are replicated over the axis that divides rows and experts."
     shares: tuple[tuple[int, ...], ...] = ()
     "Shares of every layer along the shard axis, where they differ from the mesh's; empty: the mesh's."
 

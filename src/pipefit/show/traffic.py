@@ -206,6 +206,13 @@ def _add_sharded_layers(
             if shards_parameters(stage.sharded_state):
                 gathered = 2 * elements * COMPUTE_BYTES[work.precision] * times
                 _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
+    for layer, counts in enumerate(stage.sharded_frozen):
+        spread = stage.sharded_frozen_spread[layer]
+        passes = 2 if layer >= stage.frozen else 1
+        for elements, rings in split_elements(stage, max(counts), spread):
+            for ring in rings if elements else ():
+                gathered = passes * elements * COMPUTE_BYTES[work.precision] * times
+                _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 
 
 def _add_ring(

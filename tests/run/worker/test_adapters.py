@@ -11,6 +11,7 @@ from tests.support import adapter_cases as adapters
 from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
 
+from pipefit.model.adapters.adapt import freeze_parameters
 from pipefit.model.adapters.options import AdapterConfig
 from pipefit.model.adapters.targets import is_adapter
 from pipefit.model.graph import Model
@@ -30,6 +31,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero-1": {"microbatches": 2, "replicas": (1, 1), "sharded_state": "optimizer"},
     "zero-2": {"microbatches": 2, "replicas": (1, 1), "sharded_state": "gradients"},
     "zero-3": {"stages": 2, "microbatches": 2, "replicas": (1, 1), "sharded_state": "parameters"},
+    "zero-3, zero-bubble, full recomputation": {
+        "stages": 2, "microbatches": 2, "replicas": (1, 1), "sharded_state": "parameters", "schedule": "zb-h1",
+        "recompute": ("full", "none"),
+    },
+    "zero-3, shards": {
+        "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron", "sharded_state": "parameters",
+    },
     "megatron": {"microbatches": 2, "shards": (1, 1), "sharding": "megatron"},
     "megatron-sp": {"microbatches": 2, "shards": (1, 1), "sharding": "megatron-sp", "recompute": ("selective",)},
     "searched": {"microbatches": 2, "shards": (1, 1), "sharding": "searched"},
@@ -46,19 +54,25 @@ def model(name: str) -> Model:
     return adapters.adapted_model(plans.CONFIGS[name], OPTIONS)
 
 
-def trained(pool: Any, name: str, ranks: int, **decisions: Any) -> dict[str, Any]:
-    plan = adapters.plan_of(model(name), **decisions)
-    check_plan(plan, model(name))
-    pool.run(cases.prepare, [(plan, model(name))], ranks=pool.size)
-    return pool.run(cases.run_steps, plan, model(name), plans.VOCABULARY, STEPS, ranks=ranks)[0]
+@lru_cache
+def frozen_model() -> Model:
+    """A Llama whose first half is not trained."""
+    return freeze_parameters(plans.model("llama"), ["model.embed_tokens.*", "*.layers.0.*", "*.layers.1.*"])
+
+
+def trained(pool: Any, model: Model, ranks: int, **decisions: Any) -> dict[str, Any]:
+    plan = adapters.plan_of(model, **decisions)
+    check_plan(plan, model)
+    pool.run(cases.prepare, [(plan, model)], ranks=pool.size)
+    return pool.run(cases.run_steps, plan, model, plans.VOCABULARY, STEPS, ranks=ranks)[0]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_layouts_train_as_one_process_does(gloo_pool: Any, name: str, layout: str) -> None:
     decisions = LAYOUTS[layout]
     ranks = decisions.get("stages", 1) * len(decisions.get("replicas", (1,))) * len(decisions.get("shards", (1,)))
-    result = trained(gloo_pool, name, ranks * decisions.get("context", 1), **decisions)
-    alone = trained(gloo_pool, name, 1, microbatches=1)
+    result = trained(gloo_pool, model(name), ranks * decisions.get("context", 1), **decisions)
+    alone = trained(gloo_pool, model(name), 1, microbatches=1)
     np.testing.assert_allclose(result["steps"], alone["steps"], rtol=1e-9)
     assert {*result["gradients"]} == {key for key in alone["parameters"] if is_adapter(key)}
     for key, expected in alone["parameters"].items():
@@ -69,8 +83,22 @@ def test_layouts_train_as_one_process_does(gloo_pool: Any, name: str, layout: st
 
 
 def test_training_lowers_the_loss_and_leaves_the_base_alone(gloo_pool: Any) -> None:
-    result = trained(gloo_pool, "llama", 1, microbatches=1)
-    first = trained(gloo_pool, "llama", 1, microbatches=2)
+    result = trained(gloo_pool, model("llama"), 1, microbatches=1)
+    first = trained(gloo_pool, model("llama"), 1, microbatches=2)
     assert result["steps"][0][0] == pytest.approx(first["steps"][0][0])
     outer = [value for key, value in result["parameters"].items() if key.endswith("lora_B.weight")]
     assert outer and all(np.abs(value).max() > 0 for value in outer), "B left zero"
+
+
+@pytest.mark.parametrize("layout", ["stages x replicas", "zero-3", "zero-3, zero-bubble, full recomputation", "slices"])
+def test_frozen_stages_and_layers_have_no_backward(gloo_pool: Any, layout: str) -> None:
+    """Cut behind the frozen layers, and within them."""
+    alone = trained(gloo_pool, frozen_model(), 1, microbatches=1)
+    for cut in (3, 2):
+        decisions = LAYOUTS[layout] | {"cuts": (cut,)}
+        result = trained(gloo_pool, frozen_model(), 2 * len(decisions.get("replicas", (1,))), **decisions)
+        np.testing.assert_allclose(result["steps"], alone["steps"], rtol=1e-9)
+        assert {*result["gradients"]} == {*alone["gradients"]}
+        assert not any(".0." in key or ".1." in key for key in result["gradients"])
+        for key, expected in alone["parameters"].items():
+            np.testing.assert_allclose(result["parameters"][key], expected, rtol=0, atol=1e-9, err_msg=key)

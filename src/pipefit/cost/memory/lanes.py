@@ -97,15 +97,24 @@ def _stage_parts(stage: StageWork, position: int, share: float, work: PipelineWo
     shared_bytes = stage.parameters.shared_state_bytes
     parts = dict(static_parts(*elements, share, work.precision, work.optimizer, shared_bytes))
     if stage.has_sharded_layers:
-        sharded = sum(counts[min(position, len(counts) - 1)] for counts in stage.sharded_elements)
-        away = (1.0 - share) * sharded
-        if stage.row_parts > 1:  # `share` belongs to all parameters of the stage; some may not be sharded
-            spread = sum(stage.sharded_spread) * (1.0 - 1.0 / stage.row_parts)
-            away = sharded - share / stage.spread_part * (sharded - spread)
+        away = _sharded_away(stage, position, share, stage.sharded_elements, stage.sharded_spread)
         parts["gradients"] -= away * GRADIENT_BYTES[work.precision]
         if shards_parameters(stage.sharded_state):
+            away += _sharded_away(stage, position, share, stage.sharded_frozen, stage.sharded_frozen_spread)
             parts["parameters"] -= away * COMPUTE_BYTES[work.precision]
     return parts
+
+
+def _sharded_away(
+    stage: StageWork, position: int, share: float, elements: Sequence[Sequence[int]], spread: Sequence[int]
+) -> float:
+    """Return those of the elements [layer][position of the shard axis] that other replicas keep."""
+    sharded = sum(counts[min(position, len(counts) - 1)] for counts in elements)
+    if stage.row_parts == 1:
+        return (1.0 - share) * sharded
+    # `share` belongs to all parameters of the stage; some may not be sharded
+    divided = sum(spread) * (1.0 - 1.0 / stage.row_parts)
+    return sharded - share / stage.spread_part * (sharded - divided)
 
 
 def state_shares(work: PipelineWork, network: Network, kind: str) -> list[float]:

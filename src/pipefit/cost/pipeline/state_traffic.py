@@ -28,6 +28,8 @@ class StateTraffic(NamedTuple):
 
     gather_s: tuple[float, ...]
     "[layer]: seconds to gather its parameters; 0 unless they are sharded."
+    gather_again_s: tuple[float, ...]
+    "[layer]: the same for its backward; 0 for leading layers without one."
     reduce_s: tuple[float, ...]
     "[layer]: seconds to sum its gradients."
     parameter_bytes: float
@@ -39,7 +41,8 @@ class StateTraffic(NamedTuple):
 
     def take_layers(self, start: int, stop: int) -> StateTraffic:
         """Return the collectives of a run of these layers; the bytes stay those of all layers."""
-        return self._replace(gather_s=self.gather_s[start:stop], reduce_s=self.reduce_s[start:stop])
+        fields = {name: getattr(self, name)[start:stop] for name in ("gather_s", "gather_again_s", "reduce_s")}
+        return self._replace(**fields)
 
 
 class StageSeconds(NamedTuple):
@@ -56,10 +59,16 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
     if not stage.has_sharded_layers:
         return None
     elements = [max(counts) for counts in stage.sharded_elements]
-    counts = list(zip(elements, stage.sharded_spread or (0,) * len(elements), strict=True))
+    nothing = (0,) * len(elements)
+    counts = list(zip(elements, stage.sharded_spread or nothing, strict=True))
+    frozen = [max(counts) for counts in stage.sharded_frozen] or nothing
+    frozen_counts = list(zip(frozen, stage.sharded_frozen_spread or nothing, strict=True))
     gathers = shards_parameters(stage.sharded_state)
     widths = COMPUTE_BYTES[precision], GRADIENT_BYTES[precision]
-    parts = {count: [(size, rings) for size, rings in split_elements(stage, *count) if size] for count in set(counts)}
+    parts = {
+        count: [(size, rings) for size, rings in split_elements(stage, *count) if size]
+        for count in {*counts, *frozen_counts}
+    }
     seconds = {
         count: (
             fsum(all_gather_s(network, rings, size * widths[0]) for size, rings in sizes if gathers),
@@ -67,12 +76,17 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
         )
         for count, sizes in parts.items()
     }
+    gather_s = tuple(
+        seconds[trained][0] + seconds[still][0] for trained, still in zip(counts, frozen_counts, strict=True)
+    )
     pair = largest_pair(elements)
+    complete = largest_pair([trained + still for trained, still in zip(elements, frozen, strict=True)])
     piece = max(elements) / stage.state_group if stage.state_group else 0.0
     return StateTraffic(
-        gather_s=tuple(seconds[count][0] for count in counts),
+        gather_s=gather_s,
+        gather_again_s=(0.0,) * stage.frozen + gather_s[stage.frozen :],
         reduce_s=tuple(seconds[count][1] for count in counts),
-        parameter_bytes=float(pair * widths[0]) if gathers else 0.0,
+        parameter_bytes=float(complete * widths[0]) if gathers else 0.0,
         gradient_bytes=float((pair + piece) * widths[1]),
         overlap=min(network.kinds[device].overlap for device in stage.group.devices),
     )
@@ -98,7 +112,7 @@ def add_state_traffic(cost: StageCost, layers: Sequence[LayerCost], traffic: Sta
 def stage_seconds(layers: Sequence[LayerCost], traffic: StateTraffic) -> StageSeconds:
     """Return the times of a stage of these layers with their collectives."""
     last_first = layers[::-1]
-    gathers, sums = traffic.gather_s[::-1], traffic.reduce_s[::-1]
+    gathers, sums = traffic.gather_again_s[::-1], traffic.reduce_s[::-1]
     nothing = (0.0,) * len(layers)
 
     def add_collectives(seconds: Sequence[float], before: Sequence[float], behind: Sequence[float]) -> float:

@@ -221,6 +221,7 @@ def stage_cost_key(stage: StageWork, network: Network) -> object:
     sharded: tuple[object, ...] = ()
     if stage.has_sharded_layers:
         sharded = (stage.sharded_state, stage.sharded_elements, stage.sharded_spread, group, stage.state_group)
+        sharded += (stage.sharded_frozen, stage.sharded_frozen_spread) if stage.sharded_frozen else ()
     more = stage.symbols, stage.packed, stage.frozen, sharded
     return tuple(map(id, stage.layers)), devices_key, stage.slices, stage.recompute, stage.shares, *more
 

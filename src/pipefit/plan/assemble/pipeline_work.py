@@ -25,7 +25,7 @@ from pipefit.layout import (
 from pipefit.model.graph import Layer, size_value
 from pipefit.model.ops.attention import DOCUMENTS_APART
 from pipefit.optimizers import find_optimizer
-from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, state_of_forms
+from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_parameters, state_of_forms
 from pipefit.plan.assemble.packed_rows import edge_sizes, frozen_layers, packed_sizes, packed_symbols, stage_grouping
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
@@ -100,6 +100,8 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
         sharded = ShardedCounts()
         if shards_gradients(parts.sharded_state[index]):
             sharded = programs.sharded_counts(stage.module, layers, key, shares)
+            if not shards_parameters(parts.sharded_state[index]):
+                sharded = sharded._replace(frozen=(), frozen_spread=())
         stages.append(
             StageWork(
                 lane=parts.placement[index],
@@ -112,6 +114,8 @@ def pipeline_work(parts: PlanSkeleton, programs: ProgramCache) -> PipelineWork:
                 sharded_state=parts.sharded_state[index],
                 sharded_elements=sharded.elements,
                 sharded_spread=sharded.spread,
+                sharded_frozen=sharded.frozen,
+                sharded_frozen_spread=sharded.frozen_spread,
                 shares=layer_shares(layer_programs, shares),
                 symbols=(
                     *packed_symbols(

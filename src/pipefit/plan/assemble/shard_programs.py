@@ -65,12 +65,15 @@ class StoredParameter:
 
 
 class ShardedCounts(NamedTuple):
-    """The trained elements of layers whose gradients the replicas may shard, as in `StageWork`."""
+    """The elements of layers whose gradients or values the replicas may shard, as in `StageWork`."""
 
     elements: tuple[tuple[int, ...], ...] = ()
     "[layer][position of the shard axis]."
     spread: tuple[int, ...] = ()
     "[layer]: the ones replicated over the axis that divides rows and experts."
+    frozen: tuple[tuple[int, ...], ...] = ()
+    "[layer][position of the shard axis]: frozen elements, whose values replicas may shard; () without any."
+    frozen_spread: tuple[int, ...] = ()
 
 
 class ProgramCache:
@@ -203,9 +206,13 @@ class ProgramCache:
         named = [self.named_parameters((layer,), sharding, shares) for layer in layers]
         uses, count = self.layer_uses(module), len(shares)
         spread = [{name: stored for name, stored in layer.items() if stored.spread} for layer in named]
+        elements, frozen = (sharded_elements(named, uses, count, trained) for trained in (True, False))
+        has_frozen = any(map(any, frozen))
         return ShardedCounts(
-            sharded_elements(named, uses, count),
+            elements,
             tuple(max(counts) for counts in sharded_elements(spread, uses, count)),
+            frozen if has_frozen else (),
+            tuple(max(counts) for counts in sharded_elements(spread, uses, count, False)) if has_frozen else (),
         )
 
     def parameter_counts(
@@ -219,11 +226,11 @@ class ProgramCache:
 
 
 def sharded_elements(
-    layers: Sequence[Mapping[str, StoredParameter]], uses: Mapping[str, int], num_shards: int
+    layers: Sequence[Mapping[str, StoredParameter]], uses: Mapping[str, int], num_shards: int, trained: bool = True
 ) -> tuple[tuple[int, ...], ...]:
-    """Return [layer][position of the shard axis]: the trained elements that only this layer uses. `layers` holds the
-    parameters of each layer, `uses` the number of layers of the module that use a parameter."""
-    alone = [[p for name, p in named.items() if p.trainable and uses[name] == 1] for named in layers]
+    """Return [layer][position of the shard axis]: the trained, or the frozen, elements that only this layer uses.
+    `layers` holds the parameters of each layer, `uses` the number of layers of the module that use a parameter."""
+    alone = [[p for name, p in named.items() if p.trainable == trained and uses[name] == 1] for named in layers]
     return tuple(tuple(sum(p.elements[shard] for p in layer) for shard in range(num_shards)) for layer in alone)
 
 

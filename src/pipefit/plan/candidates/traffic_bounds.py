@@ -17,7 +17,7 @@ import numpy as np
 from pipefit.cost.pipeline.state_traffic import StateTraffic, stage_seconds, state_traffic
 from pipefit.cost.types import Array
 from pipefit.layout import Mesh
-from pipefit.optimizers.sharded_state import shards_gradients
+from pipefit.optimizers.sharded_state import shards_gradients, shards_parameters
 from pipefit.plan.assemble.structure import make_groups
 from pipefit.plan.cutting.cutter import LayerCutter
 from pipefit.plan.cutting.layer_cut import LayerCut
@@ -79,9 +79,10 @@ class TrafficBounds:
         if any(entry is None for entry in traffic):
             return forward_s, backward_s
         gather_s = np.array([fsum(entry.gather_s) for entry in traffic if entry])
+        again_s = np.array([fsum(entry.gather_again_s) for entry in traffic if entry])
         reduce_s = np.array([fsum(entry.reduce_s) for entry in traffic if entry])
         overlap = min(entry.overlap for entry in traffic if entry)
-        return hidden_s(forward_s, gather_s, overlap), hidden_s(backward_s, gather_s + reduce_s, overlap)
+        return hidden_s(forward_s, gather_s, overlap), hidden_s(backward_s, again_s + reduce_s, overlap)
 
     def module_traffic(self, decisions: ParallelConfig) -> ModuleTraffic:
         """Return the least seconds of the collectives of all layers on any lane; nothing where replicas hold complete
@@ -120,13 +121,15 @@ class TrafficBounds:
         group = replace(group, devices=network.representative_devices(group.devices))
         key = group, program, decisions.sharded_state, decisions.state_group
         if key not in self._known:
-            counts = self.cutter.sharded_counts(*program)
+            counts, gathers = self.cutter.sharded_counts(*program), shards_parameters(decisions.sharded_state)
             probe = replace(
                 self.cutter.probe_stage(self.job, group, (1,) * len(decisions.replicas), "none", *program),
                 sharded_state=decisions.sharded_state,
                 state_group=decisions.state_group,
                 sharded_elements=counts.elements,
                 sharded_spread=counts.spread,
+                sharded_frozen=counts.frozen if gathers else (),
+                sharded_frozen_spread=counts.frozen_spread if gathers else (),
             )
             self._known[key] = state_traffic(probe, self.job.precision, network)
         return self._known[key]

@@ -21,6 +21,7 @@ from pipefit.layout import Mesh, split_by_shares
 from pipefit.model.analysis.saved import Recompute
 from pipefit.optimizers import find_optimizer
 from pipefit.optimizers.sharded_state import ShardedState, shards_gradients, shards_optimizer, shards_parameters
+from pipefit.plan.assemble.packed_rows import frozen_layers
 from pipefit.plan.assemble.shard_programs import (
     ProgramCache,
     ShardedCounts,
@@ -286,6 +287,7 @@ class LayerCutter:
             recompute=recompute,
             parameters=self._module_parameters(sharding, shards),
             sharded_state="none",
+            frozen=frozen_layers(self.programs.model)[self.module],
             splits_rows=splits_rows(sharding),
         )
 
@@ -340,6 +342,9 @@ class LayerCutter:
         if shards_gradients(share.state):
             away = (1 - share.gradient_part) * GRADIENT_BYTES[job.precision] + (1 - share.parameter_part) * width
             held = held - self._sharded_array(sharding, shards) * away
+            frozen_counts = self.sharded_counts(sharding, shards).frozen
+            if frozen_counts:
+                held = held - np.array(frozen_counts, dtype=float) * ((1 - share.parameter_part) * width)
         if program_row_parts(sharding, shards) > 1 and shards_optimizer(share.state):
             held = held - self._spread_bytes(job, share, sharding, shards)[:, None]
         fullest: Array = held.max(axis=1)
@@ -359,8 +364,13 @@ class LayerCutter:
         """Return the bytes of the two neighbouring layers that an action of ZeRO-2 or 3 holds complete, at most."""
         if not shards_gradients(state):
             return 0.0
-        width = COMPUTE_BYTES[job.precision] * shards_parameters(state) + GRADIENT_BYTES[job.precision]
-        return width * largest_pair(self._sharded_array(sharding, shards).max(axis=1).tolist())
+        trained = self._sharded_array(sharding, shards).max(axis=1)
+        bytes_of_layers = trained * GRADIENT_BYTES[job.precision]
+        if shards_parameters(state):
+            frozen = self.sharded_counts(sharding, shards).frozen
+            complete = trained + (np.array(frozen, dtype=float).max(axis=1) if frozen else 0.0)
+            bytes_of_layers = bytes_of_layers + complete * COMPUTE_BYTES[job.precision]
+        return float(largest_pair(bytes_of_layers.tolist()))
 
     def _sharded_array(self, sharding: str, shards: tuple[int, ...]) -> Array:
         """Return [layer, shard position] of `sharded_counts`."""

@@ -74,7 +74,9 @@ def _action_shares(
     stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> Mapping[tuple[int, int], PartShares]:
     """Return the shares of an action's time that are not plain compute, by kind and slice of the action."""
-    unsharded = replace(stage, sharded_state="none", sharded_elements=(), sharded_spread=(), state_group=0)
+    unsharded = replace(
+        stage, sharded_state="none", sharded_elements=(), sharded_spread=(), sharded_frozen=(), state_group=0
+    )
     plain = replace(unsharded, recompute="none")
     inside = collective_shares(unsharded, work, network, layers)
     plain_inside = collective_shares(plain, work, network, layers)

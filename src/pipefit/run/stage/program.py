@@ -142,6 +142,7 @@ class StageProgram:
     def bind_sharded_layers(self, sharded: ShardedLayers) -> None:
         """Let layers gather their parameters and reduce their gradients around each of their runs."""
         self._sharded = sharded
+        sharded.frozen = self.frozen
         for stretch in self.stretches:
             stretch.sharded = sharded
 

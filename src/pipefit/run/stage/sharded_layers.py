@@ -108,6 +108,8 @@ class ShardedLayers:
             entry.name for layer in self._layers.values() for bucket in layer for entry in bucket.bucket.entries
         )
         "Global names of the parameters."
+        self.frozen = 0
+        "Number of leading layers without a backward, which needs none of their parameters."
         self.on_layer_end: Callable[[int], None] | None = None
         "If set, called with each layer at the end of its run, before any communication (the lab)."
         self._gathered: set[int] = set()
@@ -181,7 +183,7 @@ class BackwardWalk:
     def gather_parameters(self) -> None:
         """Make the parameters of the last layer complete."""
         if self._sharded is not None:
-            self._sharded.enter_layer(self._pending[-1], self._pending[-1] - 1)
+            self._enter_layer(self._pending[-1])
 
     def follow_marks(self, marks: Sequence[tuple[int, Any]]) -> None:
         """Prepare the last layer, and follow the backward by hooks at the `marks`: (layer, the node that made its
@@ -211,8 +213,14 @@ class BackwardWalk:
         top = self._pending[-1]
         low = max((index for index in self._marks if index <= top), default=self._pending[0])
         for index in range(top, low - 1, -1):
-            self._sharded.enter_layer(index, index - 1)
+            self._enter_layer(index)
             self._sharded.begin_gradients(index, self._kind)
+
+    def _enter_layer(self, index: int) -> None:
+        """Wait for the parameters of a layer, and start to gather those of the layer before it, if it has a
+        backward."""
+        assert self._sharded is not None
+        self._sharded.enter_layer(index, index - 1 if index > self._sharded.frozen else index)
 
     def _finish_layers(self, index: int) -> bool:
         """Finish the layers from `index` on whose gradients are complete. Returns True if there were any."""

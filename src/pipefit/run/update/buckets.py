@@ -26,7 +26,7 @@ ALIGN = 32
 
 @dataclass(slots=True, kw_only=True)
 class BucketEntry:
-    """One trainable parameter in one stage of this device."""
+    """One parameter in one stage of this device: a trained one, or a frozen one whose values are sharded."""
 
     name: str
     "Global name."
@@ -70,7 +70,8 @@ class BucketEntry:
         where: tuple[object, ...] = (self.name,) if alone else (self.stage, self.across, self.state)
         if shards_gradients(self.sharded):
             where = (self.stage, self.layer, self.sharded)
-        return (*where, self.sum_over, self.alike_over, self.state_axes, self.decays, self.counted, self.tensor.dtype)
+        rules = self.sum_over, self.alike_over, self.state_axes, self.decays, self.counted
+        return (*where, *rules, self.tensor.requires_grad, self.tensor.dtype)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +90,11 @@ class GradientBucket:
     "The owned run of the parameters: a view of them, or all that persists under ZeRO-3."
     views: dict[str, Tensor] = field(default_factory=dict)
     "Gradient of each entry, in its local shape; empty under ZeRO-2 and ZeRO-3."
+
+    @property
+    def trains(self) -> bool:
+        """True if the parameters have gradients; False for frozen ones, which are only gathered (ZeRO-3)."""
+        return self.entries[0].tensor.requires_grad
 
     @property
     def shards_gradients(self) -> bool:
@@ -228,6 +234,7 @@ def _make_bucket(
         bucket.release_parameters()
     # Last, when the first storages of the parameters are free.
     size = owned[1] - owned[0] if bucket.shards_gradients else total
+    size = size if bucket.trains else 0
     bucket.gradients = torch.zeros(size, dtype=gradient_dtype, device=first.device)
     if not bucket.shards_gradients:
         views = bucket.split_flat(bucket.gradients)

@@ -118,8 +118,9 @@ def build_worker(
     for entry in entries:
         if entry.name in across:
             entry.across, entry.tied = across[entry.name][location.device], False
-    buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, location))
-    bind_sharded_layers(programs, buckets, comms, location.groups, location.device, location.ranks)
+    all_buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, location))
+    buckets = [bucket for bucket in all_buckets if bucket.trains]
+    bind_sharded_layers(programs, all_buckets, comms, location.groups, location.device, location.ranks)
     gradients = {name: view for bucket in buckets for name, view in bucket.views.items()}
     for program in programs.values():
         program.bind_gradients({name: gradients[name] for name in program.parameters if name in gradients})
@@ -146,6 +147,7 @@ def build_worker(
         master_dtype=master_dtype,
         loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss_output],
         frozen=frozen,
+        frozen_buckets=[bucket for bucket in all_buckets if not bucket.trains],
         loss_scale=make_loss_scale(plan.job.precision),
     )
     return Worker(plan, setup)
@@ -288,7 +290,7 @@ def _bucket_entries(
                 entries[parameter.name].twin = tensor
                 continue
             fill = partial(value, parameter.name, parameter.shape, box)
-            released = tensor.requires_grad and shards_parameters(held_state(plan, parameter, group))
+            released = shards_parameters(held_state(plan, parameter, group))
             if not released:
                 with torch.no_grad():
                     tensor.copy_(fill())
@@ -296,7 +298,7 @@ def _bucket_entries(
             if len(parameter.uses) > 1:
                 forms = [parse_form(form if axis.name == "shard" else "I") for axis in group.axes]
                 assert box == held_box(parameter.shape, group, forms, place.device), parameter.name
-            if tensor.requires_grad:
+            if tensor.requires_grad or released:
                 layer = places[parameter.name]
                 own_alike: tuple[AxisName, ...] = ("shard",) if parameter.name in alike else ()
                 split_over: list[AxisName] = ["shard"] if form != "I" else []

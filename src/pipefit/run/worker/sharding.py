@@ -18,12 +18,12 @@ from pipefit.run.update.state_devices import state_devices
 
 
 def held_state(plan: Plan, parameter: ParameterPlan, group: Mesh) -> ShardedState:
-    """Return the sharded state of a parameter in a stage with this mesh."""
-    if not parameter.trainable:
-        return "none"
+    """Return the sharded state of a parameter in a stage with this mesh. Of a frozen one only the values can be
+    sharded."""
     owner = plan.groups[plan.stages[parameter.owner].group].to_mesh()
     forms = dict(zip((axis.name for axis in owner.axes), parameter.state, strict=True))
-    return state_of_forms(forms.get(axis.name, "I") for axis in group.axes if axis.size > 1)
+    state = state_of_forms(forms.get(axis.name, "I") for axis in group.axes if axis.size > 1)
+    return state if parameter.trainable or shards_parameters(state) else "none"
 
 
 def check_stored_forms(plan: Plan, index: int, layers: Sequence[Layer], programs: Mapping[str, LayerProgram]) -> None:
@@ -82,5 +82,7 @@ def bind_sharded_layers(
 
 def _bucket_passes(program: StageProgram, index: int, bucket: GradientBucket) -> frozenset[str]:
     layer, names = program.layers[index], {entry.name for entry in bucket.entries}
+    if not bucket.trains:
+        return frozenset()
     passes = gradient_passes(layer.graph)
     return frozenset().union(*(passes[local] for local, name in layer.parameters.items() if name in names))

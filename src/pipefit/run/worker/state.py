@@ -35,7 +35,7 @@ def model_pieces(worker: Worker, *, saving: bool) -> list[CheckpointPiece]:
             name=MODEL + entry.name, shape=entry.shape, box=entry.box, flat=local,
             tensor=bucket.owned_parameters[slice(*owned)],
         )
-        for bucket in worker.buckets
+        for bucket in (*worker.buckets, *worker.frozen_buckets)
         for entry, local, owned in (bucket.owned_runs() if bucket.shards_parameters else ())
         if entry.counted or not saving
     ]  # fmt: skip

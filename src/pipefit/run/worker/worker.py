@@ -91,6 +91,8 @@ class WorkerSetup:
     loss_scale: LossScale | None = None
     "The scale of the loss, under float16."
     frozen: Mapping[str, Frozen] = field(default_factory=dict)
+    frozen_buckets: Sequence[GradientBucket] = ()
+    "Frozen parameters of which this rank keeps its run (ZeRO-3)."
     "Frozen parameters, by global name."
 
 
@@ -108,6 +110,7 @@ class Worker:
         self.programs, self.buckets, self.reducer = setup.programs, list(buckets), setup.reducer
         self.torch_device, self.dtype = torch_device, setup.dtype
         self.frozen = dict(setup.frozen)
+        self.frozen_buckets = tuple(setup.frozen_buckets)
         self.config = setup.optimizer
         self.optimizer = find_optimizer(plan.job.optimizer)
         self.options = optimizer_options(setup.optimizer, self.optimizer)
