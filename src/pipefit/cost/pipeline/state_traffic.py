@@ -65,17 +65,7 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
     frozen_counts = list(zip(frozen, stage.sharded_frozen_spread or nothing, strict=True))
     gathers = shards_parameters(stage.sharded_state)
     widths = COMPUTE_BYTES[precision], GRADIENT_BYTES[precision]
-    parts = {
-        count: [(size, rings) for size, rings in split_elements(stage, *count) if size]
-        for count in {*counts, *frozen_counts}
-    }
-    seconds = {
-        count: (
-            fsum(all_gather_s(network, rings, size * widths[0]) for size, rings in sizes if gathers),
-            fsum(reduce_scatter_s(network, rings, size * widths[1]) for size, rings in sizes),
-        )
-        for count, sizes in parts.items()
-    }
+    seconds = {count: _collective_seconds(stage, count, widths, network) for count in {*counts, *frozen_counts}}
     gather_s = tuple(
         seconds[trained][0] + seconds[still][0] for trained, still in zip(counts, frozen_counts, strict=True)
     )
@@ -89,6 +79,19 @@ def state_traffic(stage: StageWork, precision: Precision, network: Network) -> S
         parameter_bytes=float(complete * widths[0]) if gathers else 0.0,
         gradient_bytes=float((pair + piece) * widths[1]),
         overlap=min(network.kinds[device].overlap for device in stage.group.devices),
+    )
+
+
+def _collective_seconds(
+    stage: StageWork, count: tuple[int, int], widths: tuple[int, int], network: Network
+) -> tuple[float, float]:
+    """Return the seconds to gather parameters, 0 unless they are sharded, and to sum gradients. `count` is all of their
+    elements, and those replicated over the axis that divides rows and experts; `widths` are bytes per element."""
+    parts = [(size, rings) for size, rings in split_elements(stage, *count) if size]
+    gathers = shards_parameters(stage.sharded_state)
+    return (
+        fsum(all_gather_s(network, rings, size * widths[0]) for size, rings in parts if gathers),
+        fsum(reduce_scatter_s(network, rings, size * widths[1]) for size, rings in parts),
     )
 
 

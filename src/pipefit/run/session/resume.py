@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipefit import codec
 from pipefit.errors import CheckpointError, RunError
+from pipefit.model.adapters.options import is_tuned
 from pipefit.plan.types import Plan
 from pipefit.run.checkpoint import checkpoint
 from pipefit.run.config import TrainConfig
@@ -33,11 +34,12 @@ def resume_run(worker: Worker, plan: Plan, config: TrainConfig, feeding: BatchSo
     }
     for key, (value, words) in expected.items():
         if value != "" and extra.get(key, value if key == "held_out" else None) != value:
+            weights = "DIR" if is_tuned(plan.model.config) else f"{folder.parent.parent}/weights"
             raise CheckpointError(
                 f"The checkpoint is of another run: {words} differs, so the run could not continue as it was.",
                 where=str(folder),
                 seen=f"{extra.get(key)} in the checkpoint, {value} now",
-                next_step=f"use what the run used, or start a new run with --weights {folder.parent.parent}/weights",
+                next_step=f"use what the run used, or start a new run with --weights {weights}",
             )
     checkpoint.load_checkpoint(folder, stored_pieces(worker, manifest.tensors), group=world.cpu_group)
     worker.skipped_steps = int(extra.get("skipped_steps", 0))

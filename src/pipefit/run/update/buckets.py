@@ -203,6 +203,11 @@ def make_buckets(
     return [_make_bucket(run, gradient_dtype, scatter_place) for run in runs]
 
 
+def divide_trained(buckets: Sequence[GradientBucket]) -> tuple[list[GradientBucket], list[GradientBucket]]:
+    """Return the buckets with gradients, and those of frozen parameters."""
+    return [bucket for bucket in buckets if bucket.trains], [bucket for bucket in buckets if not bucket.trains]
+
+
 def _make_bucket(
     entries: Sequence[BucketEntry], gradient_dtype: torch.dtype, scatter_place: Mapping[object, tuple[int, int]]
 ) -> GradientBucket:

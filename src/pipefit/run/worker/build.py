@@ -37,7 +37,7 @@ from pipefit.run.stage.products import use_product_type
 from pipefit.run.stage.program import StageLayer, StageProgram, StageSetup
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.transfers.wiring import channel_pairs
-from pipefit.run.update.buckets import BucketEntry, make_buckets
+from pipefit.run.update.buckets import BucketEntry, divide_trained, make_buckets
 from pipefit.run.update.loss_scale import make_loss_scale
 from pipefit.run.update.optimizer import OptimizerConfig
 from pipefit.run.update.reduce import GradientReducer
@@ -119,7 +119,7 @@ def build_worker(
         if entry.name in across:
             entry.across, entry.tied = across[entry.name][location.device], False
     all_buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, location))
-    buckets = [bucket for bucket in all_buckets if bucket.trains]
+    buckets, frozen_buckets = divide_trained(all_buckets)
     bind_sharded_layers(programs, all_buckets, comms, location.groups, location.device, location.ranks)
     gradients = {name: view for bucket in buckets for name, view in bucket.views.items()}
     for program in programs.values():
@@ -147,7 +147,7 @@ def build_worker(
         master_dtype=master_dtype,
         loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss_output],
         frozen=frozen,
-        frozen_buckets=[bucket for bucket in all_buckets if not bucket.trains],
+        frozen_buckets=frozen_buckets,
         loss_scale=make_loss_scale(plan.job.precision),
     )
     return Worker(plan, setup)
