@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.model.families.test_written_graphs import pipefit_without
 from tests.support import adapter_cases as adapters
 from tests.support import worker_plans as plans
@@ -16,9 +18,10 @@ from pipefit.model.adapters.options import AdapterConfig, tuned_config
 from pipefit.model.adapters.targets import find_linear_modules
 from pipefit.model.analysis.totals import graph_flops
 from pipefit.model.registry import capture_model, describe_config
-from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan, step_flops
 from pipefit.plan.check.rules import load_plan
 from pipefit.plan.types import Job
+from pipefit.run.session.train import model_flops
 
 RANK = 4
 OPTIONS = AdapterConfig(rank=RANK, alpha=8.0)
@@ -46,6 +49,16 @@ def test_state_is_proportional_to_trained_parameters() -> None:
     (parts,) = lane_parts(simulate_plan(plan, model, local_cluster(8)).work)
     assert (parts["parameters"], parts["gradients"], parts["optimizer"]) == (2 * total, 4 * trained, 12 * trained)
     assert trained == 4 * RANK * (2 * 64 + 2 * 48 + 3 * 80) and trained < total / 4
+
+
+@pytest.mark.parametrize("patterns", [(), ("model.embed_tokens.*", "*.layers.0.*", "*.layers.1.*")])
+def test_planner_and_run_count_the_same_flops(patterns: tuple[str, ...]) -> None:
+    model = (
+        freeze_parameters(plans.model("llama"), patterns) if patterns else adapters.adapted_model(plans.LLAMA, OPTIONS)
+    )
+    plan = adapters.plan_of(model, microbatches=2)
+    rows: Any = None
+    assert model_flops(model, plan, rows) == step_flops(plan, model)
 
 
 def test_frozen_parameters_share_graphs_where_layers_are_equal() -> None:

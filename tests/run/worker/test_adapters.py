@@ -11,10 +11,13 @@ from tests.support import adapter_cases as adapters
 from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
 
+from pipefit.cluster import local_cluster
+from pipefit.cost.memory.lanes import lane_parts
 from pipefit.model.adapters.adapt import freeze_parameters
 from pipefit.model.adapters.options import AdapterConfig
 from pipefit.model.adapters.targets import is_adapter
 from pipefit.model.graph import Model
+from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.check.rules import check_plan
 
 pytestmark = pytest.mark.gloo
@@ -44,9 +47,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "slices": {"stages": 2, "microbatches": 2, "slices": (5, 7)},
     "context": {"microbatches": 2, "context": 2},
 }  # fmt: skip
-CASES = [("llama", layout) for layout in LAYOUTS] + [
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"microbatches": 1, "replicas": (1, 1), "shards": (1, 1), "sharding": "expert"},
+    "experts, zero-3": {
+        "microbatches": 1, "replicas": (1, 1), "shards": (1, 1), "sharding": "expert", "sharded_state": "parameters",
+    },
+    "expert axis, zero-3": {
+        "microbatches": 1, "replicas": (1, 1), "expert": 2, "shards": (1, 1), "sharding": "megatron-sp",
+        "sharded_state": "parameters",
+    },
+}  # fmt: skip
+CASES = [
+    *(("llama", layout) for layout in LAYOUTS),
+    *(("mixtral", layout) for layout in EXPERTS),
     ("phi3", "stages x replicas"), ("phi3", "megatron"), ("gpt2", "megatron-sp"), ("gpt2", "zero-1"),
 ]  # fmt: skip
+LAYOUTS |= EXPERTS
 
 
 @lru_cache
@@ -71,7 +87,8 @@ def trained(pool: Any, model: Model, ranks: int, **decisions: Any) -> dict[str, 
 def test_layouts_train_as_one_process_does(gloo_pool: Any, name: str, layout: str) -> None:
     decisions = LAYOUTS[layout]
     ranks = decisions.get("stages", 1) * len(decisions.get("replicas", (1,))) * len(decisions.get("shards", (1,)))
-    result = trained(gloo_pool, model(name), ranks * decisions.get("context", 1), **decisions)
+    ranks *= decisions.get("context", 1) * decisions.get("expert", 1)
+    result = trained(gloo_pool, model(name), ranks, **decisions)
     alone = trained(gloo_pool, model(name), 1, microbatches=1)
     np.testing.assert_allclose(result["steps"], alone["steps"], rtol=1e-9)
     assert {*result["gradients"]} == {key for key in alone["parameters"] if is_adapter(key)}
@@ -80,6 +97,18 @@ def test_layouts_train_as_one_process_does(gloo_pool: Any, name: str, layout: st
             np.testing.assert_allclose(result["parameters"][key], expected, rtol=0, atol=1e-9, err_msg=key)
         else:
             np.testing.assert_array_equal(result["parameters"][key], expected, err_msg=key)
+
+
+@pytest.mark.parametrize("layout", [name for name in EXPERTS if "zero-3" in name])
+def test_devices_hold_the_predicted_parts(gloo_pool: Any, layout: str) -> None:
+    plan = adapters.plan_of(model("mixtral"), **EXPERTS[layout])
+    ranks = len(plan.used_devices)
+    gloo_pool.run(cases.prepare, [(plan, model("mixtral"))], ranks=gloo_pool.size)
+    held = gloo_pool.run(adapters.held_bytes, plan, model("mixtral"), ranks=ranks)
+    (parts,) = lane_parts(simulate_plan(plan, model("mixtral"), local_cluster(8)).work)
+    for measured in held:
+        for part in ("parameters", "gradients", "optimizer"):
+            assert measured[part] == pytest.approx(parts[part], rel=0.1), part  # padding
 
 
 def test_training_lowers_the_loss_and_leaves_the_base_alone(gloo_pool: Any) -> None:

@@ -90,5 +90,5 @@ def read_adapters(config: Mapping[str, Any]) -> AdapterConfig | None:
 
 
 def read_freeze(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the patterns of frozen parameters in a model's configuration."""
-    return tuple(config.get("freeze", ()))
+    """Return the patterns of frozen parameters in a model's configuration. Raises FormatError."""
+    return codec.from_data(tuple[str, ...], config.get("freeze", []), "model.config.freeze")

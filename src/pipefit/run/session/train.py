@@ -26,7 +26,7 @@ from pipefit.data.rows import RowSplit
 from pipefit.errors import RunError
 from pipefit.lab import pace
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.packed_rows import CONDITIONS
+from pipefit.plan.assemble.packed_rows import CONDITIONS, frozen_layers
 from pipefit.plan.types import Plan
 from pipefit.precision import PRODUCT_TYPE
 from pipefit.run.checkpoint import checkpoint
@@ -323,20 +323,20 @@ def corpus_mismatch(ranks: list[int], seen: str) -> RunError:
 
 def model_flops(model: Model, plan: Plan, rows: RowSplit) -> float:
     """Return the model FLOPs of one step, forward and backward, without recomputation; for images those of an average
-    step."""
+    step. Leading frozen layers have no backward."""
     from pipefit.model.analysis.totals import graph_flops
 
     packed = mean_sizes(rows, plan.job.batch) if isinstance(rows, SampleRows) else {}
     meeting = {symbol: packed[space]["T"] for symbol, space in CONDITIONS.items() if space in packed}
-    per_graph = {}
+    per_graph, without = {}, frozen_layers(model)
     total = 0.0
     for module in model.modules:
         symbols = packed.get(module.space, {"B": plan.job.batch, "T": plan.job.sequence, **meeting})
-        for layer in module.layers:
+        for index, layer in enumerate(module.layers):
             if layer.graph not in per_graph:
-                flops = graph_flops(model.layer_graph(layer), symbols)
-                per_graph[layer.graph] = flops.forward + flops.input_gradient + flops.weight_gradient
-            total += per_graph[layer.graph]
+                per_graph[layer.graph] = graph_flops(model.layer_graph(layer), symbols)
+            flops = per_graph[layer.graph]
+            total += flops.forward if index < without[module.name] else flops.total_flops
     return total
 
 
