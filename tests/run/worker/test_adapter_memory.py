@@ -41,6 +41,9 @@ DECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+QUICK = ("1f1b", "v-half, selective", "sequence", "zero-3")
+
+
 @lru_cache
 def model(dropout: float) -> Model:
     return adapters.adapted_model(LLAMA, AdapterConfig(rank=8, alpha=16.0, dropout=dropout))
@@ -73,7 +76,9 @@ def by_device(simulation: PlanSimulation, lanes: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("case", DECISIONS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in DECISIONS]
+)
 def test_the_simulated_peak_is_the_measured_one(gloo_pool: Any, case: str) -> None:
     plan, adapted = plan_case(case)
     gloo_pool.run(cases.prepare, [(plan, adapted)], ranks=gloo_pool.size)

@@ -38,6 +38,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "stages": 2, "microbatches": 2, "replicas": (1, 1), "sharded_state": "parameters", "schedule": "zb-h1",
         "recompute": ("full", "none"),
     },
+    "stages without adapters": {"stages": 3, "cuts": (1, 5), "microbatches": 2, "schedule": "zb-h1"},
+    "stages without adapters, zero-3": {
+        "stages": 3, "cuts": (1, 5), "microbatches": 2, "replicas": (1, 1), "sharded_state": "parameters",
+    },
     "zero-3, shards": {
         "microbatches": 2, "replicas": (1, 1), "shards": (1, 1), "sharding": "megatron", "sharded_state": "parameters",
     },

@@ -191,7 +191,14 @@ def _mark_head(model: Model, modules: Sequence[LinearModule]) -> None:
 
 
 def _ends_features(graph: Graph, operator: Operator) -> bool:
-    """Return whether a linear operator makes another width than its layer takes: logits, not a hidden state."""
+    """Return whether a linear operator makes logits, not a part of a hidden state: its layer has the loss or gives its
+    result without adding the hidden state, or its width is another one."""
     hidden = graph.hidden_input
     taken = graph.find_tensor(hidden).shape if hidden else ()
-    return not taken or graph.find_tensor(operator.outputs[0]).shape[-1] != taken[-1] or graph.loss_output is not None
+    if not taken or graph.loss_output is not None:
+        return True
+    makers = {name: maker for maker in graph.operators for name in maker.outputs}
+    result = graph.outputs[0]
+    while result in makers and makers[result] is not operator and not any(makers[result].inputs[1:]):
+        result = makers[result].inputs[0]
+    return makers.get(result) is operator or graph.find_tensor(operator.outputs[0]).shape[-1] != taken[-1]
