@@ -85,7 +85,7 @@ def export_reason(error: Exception, layer: nn.Module) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if "/torch/" not in f.filename and "/pipefit/model/" not in f.filename]
     outside = [f for f in outside if f.filename not in ("<string>", "<frozen importlib._bootstrap>")]
-    if "specialized it to be a constant" in lines[0]:
+    if "specialized it to be a constant" in lines[0] or re.search(r"guard (\d+) <= .* <= \1\b", lines[0]):
         lines[0] = "it works for one number of rows only: somewhere rows become a plain number, as len(x) makes them"
     user = re.search(r'File "([^"]+)", line (\d+)', str(error))
     if outside:

@@ -49,8 +49,8 @@ class RepeatedBlocks:
             setattr(self.owner, self.attribute, full)
 
     def repeat_layers(self, layers: Sequence[Layer]) -> tuple[Layer, ...] | None:
-        """Return the layers of the complete model from the layers of the shortened one; None if a block is not exactly one
-        layer with parameters of its own, or equal blocks have different graphs."""
+        """Return the layers of the complete model from the layers of the shortened one; None if a block is not exactly
+        one layer with parameters of its own, or equal blocks have different graphs."""
         paths = [f"{self.path}.{index}" for index in range(self.prefix)]
         start = next((index for index, layer in enumerate(layers) if layer.name == paths[0]), len(layers))
         stop = start + self.prefix
