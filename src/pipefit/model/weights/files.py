@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipefit.errors import ModelError, most_like
 from pipefit.model.families import RowParts, WeightTensor
 from pipefit.model.families.build import USER, typed_config
+from pipefit.model.weights.stacked_experts import expert_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,7 +63,7 @@ class WeightFiles:
         import torch
 
         box = [(0, size) for size in shape] if box is None else list(box)
-        blocks = self._stored_blocks(name)
+        blocks = self._stored_blocks(name, shape)
         if len(blocks) == 1 and not blocks[0].index:
             return self._read_part(blocks[0], name, shape, box)
         out: Tensor | None = None
@@ -78,9 +79,11 @@ class WeightFiles:
             out = torch.empty([stop - start for start, stop in box])
         return out
 
-    def _stored_blocks(self, name: str) -> tuple[WeightTensor, ...]:
+    def _stored_blocks(self, name: str, shape: Sequence[int]) -> tuple[WeightTensor, ...]:
         """The stored tensors of a parameter; only its own name if the file holds it in one piece."""
         blocks = self._typed.stored_tensors(name) if self._typed is not None else (WeightTensor(name),)
+        if self._typed is None and self._find_spelling(name) is None:
+            return expert_tensors(name, shape, lambda stored: self._find_spelling(stored) is not None) or blocks
         if self._find_spelling(blocks[0].name) is None and self._find_spelling(name) is not None:
             return (WeightTensor(name),)
         return blocks

@@ -1,0 +1,39 @@
+"""Weight files of captured classes with experts: as `transformers` writes them, and as it reads ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.tiny_configs import tiny_config
+from pipefit.model.any_class import build_class
+from pipefit.model.families.build import USER
+from pipefit.model.weights.files import WeightFiles, save_weights
+
+
+@pytest.mark.parametrize("kind", ["dots1", "olmoe", "qwen3_next"])
+def test_one_tensor_per_expert_is_one_parameter(kind, tmp_path):
+    torch.manual_seed(0)
+    theirs = build_class(tiny_config(kind, dropout=False))
+    theirs.save_pretrained(tmp_path)
+    with WeightFiles(tmp_path, USER, {}) as files:
+        assert any(".experts.0." in name for name in files.names)
+        for name, parameter in theirs.named_parameters():
+            assert torch.equal(files.read(name, parameter.shape), parameter), name
+            if parameter.dim() == 3:
+                box = [(1, 3), (4, parameter.shape[1] - 5), (2, 7)]
+                part = parameter[tuple(slice(*edge) for edge in box)]
+                assert torch.equal(files.read(name, parameter.shape, box), part), name
+
+
+@pytest.mark.parametrize("kind", ["dots1", "qwen3_next"])
+def test_stacked_experts_load_into_the_class(kind, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    theirs = build_class(tiny_config(kind, dropout=False))
+    theirs.config.save_pretrained(tmp_path)
+    save_weights(tmp_path, {name: p.detach() for name, p in theirs.state_dict().items()}, USER, {})
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
