@@ -99,6 +99,15 @@ def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
             ) from None
 
 
+def is_encoder(fields: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes an encoder: its type has the field `is_decoder`, which is false."""
+    from transformers import CONFIG_MAPPING
+
+    kind = str(fields["model_type"])
+    config = CONFIG_MAPPING[kind](**{name: value for name, value in fields.items() if name != "model_type"})
+    return config.to_dict().get("is_decoder") is False and not kind.startswith("gpt_neox")  # always causal
+
+
 def fix_frequencies(module: Any, tokens: int) -> None:
     """Fix the frequencies of rotary embeddings that depend on the length (`longrope`, `dynamic`) at this number of
     tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 
 import pytest
 import torch
@@ -92,6 +93,16 @@ def test_frequencies_of_the_length_are_those_of_the_class(kind, original):
 def test_a_class_is_captured_without_memory_for_its_parameters(tmp_path):
     model = open_model(write_config(tmp_path), 12)
     assert model.graphs == capture_whole(tiny_example("stablelm"), "").graphs
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_attention_that_sees_later_tokens_is_warned_of(decoder, tmp_path):
+    fields = {**tiny_config("bert"), "is_decoder": decoder}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        open_model(str(tmp_path), 12)
+    assert any("attention sees later tokens" in str(warning.message) for warning in seen) == (not decoder)
 
 
 def test_without_a_length_the_error_says_how_to_give_one(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,58 @@ def test_blocks_whose_number_matters_are_all_exported(scaled):
     model = capture_whole(Example(module=Stack(scaled), inputs={"x": torch.randn(3, 8)}))
     graphs = {layer.name: layer.graph for layer in model.layers}
     assert len({graphs[f"blocks.{index}"] for index in range(1, 5)}) == (4 if scaled else 1)
+
+
+class ThirdBlock(ScaledBlock):
+    """Every third block does not add its input."""
+
+    def forward(self, x):
+        change = self.linear(x).tanh()
+        return change if self.layer_idx % 3 == 2 else x + change
+
+
+class LoopStack(Stack):
+    """The loop adds something after the third block."""
+
+    def __init__(self, scaled):
+        super().__init__(scaled)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x) + 1 if index == 3 else block(x)
+        return self.head(x).square().sum()
+
+
+@pytest.mark.parametrize("kind", ["block", "loop", "list"])
+def test_a_number_that_matters_beyond_the_prefix_is_seen(kind, monkeypatch):
+    stack = LoopStack(False) if kind == "loop" else Stack(False)
+    if kind == "block":
+        stack.blocks = nn.ModuleList([ThirdBlock(index, False) for index in range(5)])
+    if kind == "list":
+        stack.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+        stack.config = SimpleNamespace(sizes=[1, 1, 1, 1, 2])
+        assert find_blocks(stack) is None
+        stack.config.sizes = [1] * 5
+        assert find_blocks(stack).prefix == 2
+        return
+    example = Example(module=stack, inputs={"x": torch.randn(3, 8)})
+    assert find_blocks(stack) is None
+    short = capture_whole(example)
+    monkeypatch.setattr(whole, "find_blocks", lambda module: None)
+    assert capture_whole(example) == short
+
+
+def test_rotary_bases_by_layer_are_those_of_all_blocks(monkeypatch):
+    """The loop of Granite with windows selects rotary tables by a list of the configuration."""
+    fields = {**tiny_config("granite_swa", dropout=False), "num_hidden_layers": 6}
+    fields |= {"layer_types": ["sliding_attention"] * 6, "layer_rope_theta": [1e4] * 4 + [5e5] * 2}
+    example = library_example({"source": "granite_swa", FIELDS: fields, TOKENS: 12})
+    assert find_blocks(example.module) is None or find_blocks(example.module).alike[4] == 4
+    short = capture_whole(example, "x")
+    monkeypatch.setattr(whole, "find_blocks", lambda module: None)
+    assert capture_whole(example, "x") == short
 
 
 def test_a_module_without_equal_blocks_has_no_prefix():

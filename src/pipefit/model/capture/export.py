@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.model.capture.convert import GraphEmitter
 from pipefit.model.capture.operator_modules import replace_operator_modules
-from pipefit.model.capture.row_constants import fold_rows
+from pipefit.model.capture.row_constants import draws_numbers, fold_rows
 from pipefit.model.quiet import quiet_logs
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def fold_constant(emitter: GraphEmitter, node: Any) -> bool:
         return False
     if any(source not in emitter.constants for source in node.all_input_nodes) or value.numel() > emitter.largest:
         return False
-    if "rand" in str(node.target) or "dropout" in str(node.target):
+    if draws_numbers(node):
         return False
 
     def known_value(item: Any) -> Any:

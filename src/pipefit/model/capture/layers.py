@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError, PipefitError
+from pipefit.model.any_class import FIELDS, is_encoder
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.export import MODULE as MODULE
 from pipefit.model.capture.export import export_reason, fold_constant, on_meta, quiet_torch, uncached_shapes
@@ -71,7 +72,9 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
         if isinstance(user_model, Example):
             from pipefit.model.capture.whole import capture_whole
 
-            return replace(capture_whole(user_model, source), config=dict(config))
+            model = replace(capture_whole(user_model, source), config=dict(config))
+            _warn_of_later_tokens(model)
+            return model
         from pipefit.model.families.finish import finish_layers
 
         return check_loss(capture_layers(finish_layers(user_model, "meta", None), family=family, config=config))
@@ -88,6 +91,18 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
             del _REMEMBERED[next(iter(_REMEMBERED))]
         _REMEMBERED[key] = model
     return model
+
+
+def _warn_of_later_tokens(model: Model) -> None:
+    """Warn if a class of `transformers` is an encoder: its loss predicts tokens that it sees."""
+    operators = [operator for graph in model.graphs.values() for operator in graph.operators]
+    causal = any(operator.kind == "attention" and operator.attributes["causal"] for operator in operators)
+    if FIELDS in model.config and not causal and is_encoder(model.config[FIELDS]):
+        warnings.warn(
+            f"{model.config['source']}: attention sees later tokens, so the loss predicts tokens that the model sees; "
+            "set is_decoder to true in the config.json",
+            stacklevel=3,
+        )
 
 
 def capture_layers(

@@ -1,9 +1,10 @@
 """Repeated blocks of a complete model: a prefix of them is exported, and all further blocks have the layers of equal
 blocks in the prefix.
 
-Two blocks are equal if their modules have the same classes, sizes and settings, apart from the number of the block. The
-prefix has every block that occurs once, and two of every block that occurs more often. If the two give different
-graphs, the number of a block matters, and the model is exported in full.
+Two blocks are equal if their modules have the same classes, sizes and settings, apart from the number of the block, and
+if the configuration has equal entries for both. The prefix has every block that occurs once, and two of every block
+that occurs more often. A model is exported in full if the two have different graphs, or if a block or the loop over
+them reads the number (`block_numbers.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pipefit.model.capture.block_numbers import NUMBER_FIELDS, loop_reads_number, numbered_settings, reads_number
 from pipefit.model.graph import Layer
 
 if TYPE_CHECKING:
     from torch import nn
-
-NUMBER_FIELDS = {"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "block_index", "training"}
-"""Attributes of modules that do not count: numbers of a block, and a mode that is equal for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,13 @@ def find_blocks(module: nn.Module) -> RepeatedBlocks | None:
     if not outer:
         return None
     path = max(outer, key=lambda name: len(lists[name]))
-    prints = [_block_fingerprint(block) for block in lists[path]]
+    parent, _, attribute = path.rpartition(".")
+    blocks, owner = lists[path], module.get_submodule(parent)
+    if loop_reads_number(owner) or any(reads_number(block) for block in blocks):
+        return None
+    prints = [
+        (_block_fingerprint(block), numbered_settings(module, len(blocks), index)) for index, block in enumerate(blocks)
+    ]
     counts, seen, prefix = Counter(prints), Counter[Any](), 0
     for index, fingerprint in enumerate(prints):
         seen[fingerprint] += 1
@@ -101,9 +106,8 @@ def find_blocks(module: nn.Module) -> RepeatedBlocks | None:
             prefix = index + 1
     if prefix == len(prints):
         return None
-    parent, _, attribute = path.rpartition(".")
     alike = tuple(prints.index(fingerprint) for fingerprint in prints)
-    return RepeatedBlocks(module.get_submodule(parent), attribute, path, alike, prefix)
+    return RepeatedBlocks(owner, attribute, path, alike, prefix)
 
 
 def _block_fingerprint(block: nn.Module) -> Any:
@@ -113,7 +117,7 @@ def _block_fingerprint(block: nn.Module) -> Any:
         settings = {
             name: _plain_value(value)
             for name, value in vars(module).items()
-            if not name.startswith("_") and name not in NUMBER_FIELDS
+            if not name.startswith("_") and name not in NUMBER_FIELDS and name != "training"
         }
         parts.append((path, type(module), tuple(sorted(settings.items()))))
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in block.named_parameters()]

@@ -74,7 +74,7 @@ def emit_row_constant(emitter: GraphEmitter, node: Any) -> str:
 
 def _is_foldable(emitter: GraphEmitter, node: Any) -> bool:
     """Return whether all inputs are known and no random number is drawn."""
-    if "rand" in str(node.target) or "dropout" in str(node.target) or "empty" in str(node.target):
+    if draws_numbers(node) or "empty" in str(node.target):
         return False
     for source in node.all_input_nodes:
         if source in emitter.constants or source in emitter.row_constants:
@@ -85,6 +85,12 @@ def _is_foldable(emitter: GraphEmitter, node: Any) -> bool:
         if _number_at(emitter, value, 0) is None:
             return False
     return True
+
+
+def draws_numbers(node: Any) -> bool:
+    """Return whether the function of a node draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    return any(str(tag).endswith("nondeterministic_seeded") for tag in tags) or "dropout" in str(node.target)
 
 
 def _share_rows(numbers: Any, shape: Shape) -> Any:
@@ -140,16 +146,17 @@ def _evaluate_node(emitter: GraphEmitter, node: Any, version: int, one_row: bool
     """The value of a node for one of the row counts, or its one row if all values that it reads have equal rows."""
     import torch
 
-    in_place = str(node.target).split(".")[1].endswith("_") and not str(node.target).split(".")[1].startswith("__")
+    name = str(node.target).split(".")[1]
+    copied = "view" in name or (name.endswith("_") and not name.startswith("__"))
 
     def known_value(item: Any) -> Any:
         if isinstance(item, torch.fx.Node):
             if item in emitter.row_constants:
                 numbers = emitter.row_constants[item][version]
                 numbers = numbers.narrow(emitter.node_shape(item).index("B"), 0, 1) if one_row else numbers
-                return _to_float64(numbers, in_place)
+                return _to_float64(numbers, copied)
             if item in emitter.constants:
-                return _to_float64(emitter.constants[item], in_place)
+                return _to_float64(emitter.constants[item], copied)
             return _number_at(emitter, item.meta["val"], version)
         if isinstance(item, torch.dtype) and item.is_floating_point:
             return torch.float64  # no rounding to the dtypes of the export
@@ -163,9 +170,12 @@ def _evaluate_node(emitter: GraphEmitter, node: Any, version: int, one_row: bool
 
 
 def _to_float64(numbers: Any, copied: bool) -> Any:
-    """The numbers in float64 unless the dtype is integer; a copy for functions that change their arguments."""
+    """The numbers in float64 unless the dtype is integer; a copy for functions that change their arguments, or that
+    need all rows in memory."""
+    import torch
+
     wide = numbers.double() if numbers.is_floating_point() else numbers
-    return wide.clone() if copied and wide is numbers else wide
+    return wide.clone(memory_format=torch.contiguous_format) if copied else wide
 
 
 def divided_shape(shape: Shape) -> Shape:
