@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_configs import tiny_config
-from pipefit.model.any_class import build_class
+from pipefit.model.any_class import FIELDS, build_class
 from pipefit.model.families.build import USER
 from pipefit.model.weights.files import WeightFiles, save_weights
 
@@ -32,8 +32,8 @@ def test_stacked_experts_load_into_the_class(kind, tmp_path):
 
     torch.manual_seed(0)
     theirs = build_class(tiny_config(kind, dropout=False))
-    theirs.config.save_pretrained(tmp_path)
-    save_weights(tmp_path, {name: p.detach() for name, p in theirs.state_dict().items()}, USER, {})
+    fields = {FIELDS: tiny_config(kind, dropout=False)}
+    save_weights(tmp_path, {name: p.detach() for name, p in theirs.state_dict().items()}, USER, fields)
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))

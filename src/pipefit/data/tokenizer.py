@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts of special tokens, such as those that end a turn."""
+        """The texts of special tokens, such as ends of turns."""
         ...
 
     def encode(self, text: bytes) -> NDArray[np.int64]:

@@ -57,6 +57,19 @@ def test_conversations_come_in_order_with_their_lines(tmp_path: Path) -> None:
     assert len(list(read_conversations([str(tmp_path)], "messages", limit_bytes=3))) == 1
 
 
+@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
+def test_tools_are_objects_or_their_text(tmp_path: Path, tools: Any) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{**GOOD, "tools": tools}])
+    (row,) = read_conversations([str(path)], "messages")
+    assert isinstance(row, ChatConversation) and row.tools == ({"name": "f"},)
+
+
+@pytest.mark.parametrize("tools", [5, True, "no JSON", {"name": "f"}, ["f"], '"f"'])
+def test_tools_of_another_form_are_named(tmp_path: Path, tools: Any) -> None:
+    text = refusal(write_rows(tmp_path / "rows.jsonl", [{**GOOD, "tools": tools}]))
+    assert "The tools of the conversation are not a list of objects." in text and "rows.jsonl" in text
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_has_the_names_that_transformers_gives(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")

@@ -6,6 +6,7 @@ before it is rendered, so that an error names its file and line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +134,32 @@ def _parse_row(record: Any, field: str, where: str) -> ChatRow:
             allowed=f"{field!r} with a list of {_MESSAGE_FORM}" if field != PROMPT else "'prompt' and 'completion'",
             next_step="remove or mend the row, or name the field with the messages with --field",
         )
-    tools = tuple(record.get(TOOLS) or ())
-    _require_text(tools, where)
+    tools = _parse_tools(record.get(TOOLS), where)
     if field == PROMPT:
         return _parse_prompt(record, tools, where)
     return ChatConversation(where=where, messages=_parse_messages(record[field], where), tools=tools)
+
+
+def _parse_tools(value: Any, where: str) -> tuple[Any, ...]:
+    """Return the tools of a row: a list of objects, or its JSON text as parquet files hold it."""
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value or "[]")
+        except ValueError:
+            tools = value
+    if tools is None:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(
+            "The tools of the conversation are not a list of objects.",
+            where=where,
+            seen=repr(value)[:60],
+            allowed='a list such as [{"type": "function", "function": {...}}], or its JSON text',
+            next_step="remove or mend the field `tools` of the row",
+        )
+    _require_text(tools, where)
+    return tuple(tools)
 
 
 def _parse_prompt(record: Mapping[str, Any], tools: tuple[Any, ...], where: str) -> ChatRow:

@@ -2,7 +2,7 @@
 
 The template is the file `chat_template.jinja` beside the tokenizer, or the field `chat_template` of its
 tokenizer_config.json. Blocks of `{% generation %}` mark answers: their text is wrapped in two control strings during
-rendering, which are then removed. The functions and filters of a template are those of the transformers library.
+rendering, which are then removed. Templates have the functions and filters of the transformers library.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _rebuild_model(
 
 
 def _global_name(weight: str, local: str, source: str) -> str:
-    """Return the global name of an adapter's parameter beside that of its weight: equal changes at the end."""
+    """Return the global name of an adapter's parameter beside its weight's: equal changes at the end."""
     common = 0
     while common < min(len(local), len(source)) and local[common] == source[common]:
         common += 1
@@ -154,7 +154,7 @@ class _AdapterWriter:
     def __init__(self, graph: Graph, config: AdapterConfig) -> None:
         self.graph, self.config = graph, config
         self.added: dict[str, str] = {}
-        "Local name of an adapter's parameter -> that of a weight of the same module."
+        "Local name of an adapter's parameter -> a weight of the same module."
         self._operators: list[Operator] = []
         self._tensors: list[TensorSpec] = []
         self._parameters = [replace(spec, trainable=False) for spec in graph.parameters]

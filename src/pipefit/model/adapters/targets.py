@@ -104,13 +104,19 @@ def find_linear_modules(model: Model) -> list[LinearModule]:
             if uses[name] > 1 or sum(operator.inputs[1] in reader.inputs for reader in graph.operators) > 1:
                 module.reason = "its weight is used several times"
             module.add_tensors(blocks)
-    has_experts = any(len(spec.shape) == 3 for graph in model.graphs.values() for spec in graph.parameters)
+    has_experts = any(_has_stacked_experts(graph) for graph in model.graphs.values())
     for module in modules.values():
         module.check_parts(model.layer_graph(model.layers[module.layer]))
         if has_experts and module.leaf in EXPERT_NAMES:
             module.is_left_out, module.reason = True, "in a model with experts, PEFT reads this name as theirs"
     _mark_head(model, list(modules.values()))
     return list(modules.values())
+
+
+def _has_stacked_experts(graph: Graph) -> bool:
+    """Return whether a parameter with one matrix per expert is read by anything but a convolution."""
+    stacked = {spec.name for spec in graph.parameters if len(spec.shape) == 3}
+    return any(stacked & {*operator.inputs} for operator in graph.operators if not operator.kind.startswith("conv"))
 
 
 def select_targets(model: Model, config: AdapterConfig) -> list[LinearModule]:

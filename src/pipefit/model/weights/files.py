@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipefit.errors import ModelError, most_like
+from pipefit.model.any_class import FIELDS
 from pipefit.model.families import RowParts, WeightTensor
 from pipefit.model.families.build import USER, typed_config
 from pipefit.model.weights.stacked_experts import expert_tensors
@@ -185,8 +186,9 @@ def save_weights(
     joined.check_complete(directory)
     shards.append(_write_shard(directory, len(shards), pending))
     paths = _rename_shards(directory, shards)
-    if typed is not None:
-        text = json.dumps({**typed.to_config(), "torch_dtype": dtype}, indent=2) + "\n"
+    written = typed.to_config() if typed is not None else config.get(FIELDS)
+    if written is not None:
+        text = json.dumps({**written, "torch_dtype": dtype}, indent=2) + "\n"
         replace_file(directory / "config.json", text)
         paths.append(directory / "config.json")
     return paths

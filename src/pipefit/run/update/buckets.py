@@ -204,7 +204,7 @@ def make_buckets(
 
 
 def divide_trained(buckets: Sequence[GradientBucket]) -> tuple[list[GradientBucket], list[GradientBucket]]:
-    """Return the buckets with gradients, and those of frozen parameters."""
+    """Return the buckets with gradients, and the buckets of frozen parameters."""
     return [bucket for bucket in buckets if bucket.trains], [bucket for bucket in buckets if not bucket.trains]
 
 

@@ -91,9 +91,9 @@ class WorkerSetup:
     loss_scale: LossScale | None = None
     "The scale of the loss, under float16."
     frozen: Mapping[str, Frozen] = field(default_factory=dict)
+    "Frozen parameters, by global name."
     frozen_buckets: Sequence[GradientBucket] = ()
     "Frozen parameters of which this rank keeps its run (ZeRO-3)."
-    "Frozen parameters, by global name."
 
 
 class Worker:
