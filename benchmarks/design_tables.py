@@ -246,7 +246,29 @@ def link_ablation_table() -> str:
     return format_table(columns, rows, NUMBERS)
 
 
+def coverage_table() -> str:
+    """Return the model types of `transformers` by their result."""
+    types = load_result("model_coverage")["types"]
+    titles = {
+        "native": "family of pipefit",
+        "captured": "captured from the class",
+        "refused": "refused",
+        "no tiny model": "not built from a configuration",
+    }
+    rows = []
+    for state, title in titles.items():
+        names = [row["model_type"] for row in types if row["state"] == state]
+        shown = ", ".join(f"`{name}`" for name in names) if len(names) <= MOST_NAMED else ""
+        rows.append((title, str(len(names)), shown))
+    return format_table("causal language models | types | which", rows)
+
+
+MOST_NAMED = 30
+"""Types of a result that the table names; the result file has all."""
+
+
 DESIGN_TABLES: dict[str, Callable[[], str]] = {
+    "model-coverage": coverage_table,
     "memory-estimates": memory_estimates_table,
     "placement": placement_table,
     "link-accuracy": link_accuracy_table,

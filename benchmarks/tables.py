@@ -34,6 +34,7 @@ PAGES = tuple(
         "design/placement.md",
         "design/profiling.md",
         "design/simulator.md",
+        "reference/models.md",
         "reference/schedules.md",
         "reference/training.md",
     )

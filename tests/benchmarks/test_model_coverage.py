@@ -1,0 +1,45 @@
+"""The benchmark of model types: a third of the types in the slow tier, and the committed result of all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.model_coverage import ASKED, EXACT, all_types
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS, TRIED = 6, (0, 3)
+"""Every sixth type is a part; all of them take too long for continuous integration."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", TRIED)
+def test_types_are_planned_and_trained_as_recorded(part: int, tmp_path: Path) -> None:
+    kinds, result = all_types()[part::PARTS], tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.model_coverage", "--types", ",".join(kinds), "--json", str(result)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
+    rows = json.loads(result.read_text())["types"]
+    for row in rows:
+        assert row["state"] != "captured" or max(row["difference"], row["trained"]) <= EXACT, row
+    states = {row["model_type"]: row["state"] for row in rows}
+    recorded = {row["model_type"]: row["state"] for row in committed_result()["types"]}
+    assert states == {kind: recorded[kind] for kind in kinds}
+
+
+def committed_result() -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "model_coverage.json").read_text())
+    return result
+
+
+def test_nine_of_ten_types_are_planned_and_trained() -> None:
+    result = committed_result()
+    states = [row["state"] for row in result["types"]]
+    assert states.count("native") + states.count("captured") >= ASKED * len(states)
+    for row in result["types"]:
+        assert row["state"] != "captured" or max(row["difference"], row["trained"]) <= EXACT, row
+        assert row["state"] in ("native", "captured") or row["reason"], row
