@@ -18,6 +18,7 @@ PARTS, TRIED = 6, (0, 3)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("part", TRIED)
 def test_types_are_planned_and_trained_as_recorded(part: int, tmp_path: Path) -> None:
     kinds, result = all_types()[part::PARTS], tmp_path / "result.json"
