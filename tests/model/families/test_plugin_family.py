@@ -152,7 +152,9 @@ def test_a_built_in_configuration_states_what_the_roles_in_its_graphs_are(name: 
 
 
 def test_an_unknown_kind_of_initial_value_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"(?s)initial value of a parameter is wrong.*'one'.*normal, uniform, ones, zeros"):
+    with pytest.raises(
+        ModelError, match=r"(?s)initial value of a parameter is wrong.*'one'.*normal, uniform, ones, zeros"
+    ):
         InitialValue("one")  # type: ignore[arg-type]
 
 
