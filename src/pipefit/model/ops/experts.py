@@ -13,55 +13,78 @@ output (D), and two indices (int64): order by expert, and token; with biases als
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind, same_shape
 
 
-def _pair_sizes(call: OperatorCall) -> tuple[int, int, int, int, int]:
-    """(tokens, features, features of up's result, features of an expert, selected pairs of the local experts). Routing
-    is assumed to be balanced."""
+@dataclass(frozen=True, slots=True)
+class ExpertWork:
+    """FLOPs and bytes of the experts of one call, with or without their router. Routing is assumed to be balanced."""
+
+    tokens: int
+    features: int
+    "Features of x."
+    upper: int
+    "Features of up's result."
+    inner: int
+    "Features of an expert."
+    pairs: int
+    "Selected pairs of the local experts."
+    compute_bytes: int
+
+    @property
+    def product_flops(self) -> int:
+        """FLOPs of all pairs, once."""
+        return 2 * self.pairs * self.features * (self.upper + self.inner)
+
+    def saved_bytes(self, indices: int) -> int:
+        """Return the bytes that the forward saves of the pairs, with this number of indices for each."""
+        elements = 1 + 3 * self.features + self.upper + self.inner
+        return self.pairs * (8 * indices + elements * self.compute_bytes)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that a deferred weight gradient holds: gathered x, gradients of up's result and of the output, h."""
+        return self.pairs * (2 * self.features + self.upper + self.inner) * self.compute_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the zero tensor that the weighted outputs are added to; the sum is another tensor."""
+        return self.tokens * self.features * self.compute_bytes
+
+    def backward_peak(self, freed: int = 2) -> int:
+        """Return the larger of two peaks before x has its gradient. First: the gradient of the output before and after
+        its weight (2 D per pair). Second: the recomputed gate and its gradients (2 U + F), after output and weighted
+        output (2 D, or `freed`) are freed."""
+        return self.pairs * self._larger_peak(freed, 0) * self.compute_bytes - self.sum_bytes
+
+    def deferred_extra(self, freed: int = 2) -> int:
+        """Return the addition to that peak of a deferred weight gradient, which holds the output's gradient and h at
+        the second one."""
+        further = self._larger_peak(freed, self.features + self.inner) - self._larger_peak(freed, 0)
+        return self.pairs * further * self.compute_bytes
+
+    def _larger_peak(self, freed: int, held: int) -> int:
+        """Elements of a pair at the larger peak; `held` ones more at the second."""
+        return max(2 * self.features, 2 * self.upper + self.inner - freed * self.features + held)
+
+
+def _work_of(call: OperatorCall) -> ExpertWork:
     x, chosen, up, down = call.inputs[0], call.inputs[1], call.inputs[3], call.inputs[4]
     assert x is not None and chosen is not None and up is not None and down is not None
     tokens, total = math.prod(x[:-1]), int(call.attributes["experts"])
-    return tokens, x[-1], up[1], down[2], tokens * chosen[-1] * down[0] // total
+    pairs = tokens * chosen[-1] * down[0] // total
+    return ExpertWork(tokens, x[-1], up[1], down[2], pairs, call.compute_bytes)
 
 
 def _count_flops(call: OperatorCall) -> Flops:
-    _, features, upper, inner, pairs = _pair_sizes(call)
-    product = 2 * pairs * features * (upper + inner)
+    product = _work_of(call).product_flops
     return Flops(product, product, product)
 
 
 def _own_bytes(call: OperatorCall) -> int:
-    _, features, upper, inner, pairs = _pair_sizes(call)
-    indices = 3 if "down_bias" in call.attributes.get("more", ()) else 2
-    return pairs * (8 * indices + (1 + 3 * features + upper + inner) * call.compute_bytes)
-
-
-def _pending_bytes(call: OperatorCall) -> int:
-    _, features, upper, inner, pairs = _pair_sizes(call)
-    return pairs * (2 * features + upper + inner) * call.compute_bytes
-
-
-def _forward_extra(call: OperatorCall) -> int:
-    """The zero tensor that the weighted outputs are added to."""
-    tokens, features, _, _, _ = _pair_sizes(call)
-    return tokens * features * call.compute_bytes
-
-
-def _backward_peak(call: OperatorCall) -> int:
-    """The larger of two peaks before x has its gradient: the gradient of the output before and after its weight, or the
-    recomputed gate and its gradients, after output and weighted output are freed."""
-    tokens, features, upper, inner, pairs = _pair_sizes(call)
-    late = 2 * upper + inner - 2 * features
-    return (pairs * max(2 * features, late) - tokens * features) * call.compute_bytes
-
-
-def _deferred_peak(call: OperatorCall) -> int:
-    """At the second peak a deferred weight gradient holds the output's gradient and h."""
-    _, features, upper, inner, pairs = _pair_sizes(call)
-    late = 2 * upper + inner - 2 * features
-    return pairs * (max(2 * features, late + features + inner) - max(2 * features, late)) * call.compute_bytes
+    return _work_of(call).saved_bytes(3 if "down_bias" in call.attributes.get("more", ()) else 2)
 
 
 OPERATORS = (
@@ -80,10 +103,10 @@ OPERATORS = (
         gathers={3: 2, 4: 2},
         flops=_count_flops,
         own_bytes=_own_bytes,
-        pending_bytes=_pending_bytes,
-        forward_extra=_forward_extra,
-        backward_extra=_backward_peak,
-        deferred_extra=_deferred_peak,
+        pending_bytes=lambda call: _work_of(call).pending_bytes,
+        forward_extra=lambda call: _work_of(call).sum_bytes,
+        backward_extra=lambda call: _work_of(call).backward_peak(),
+        deferred_extra=lambda call: _work_of(call).deferred_extra(),
         boundary=True,
         heavy=True,
         mixes_features=True,

@@ -27,9 +27,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from pipefit.model.graph import Operator
+from pipefit.model.ops.experts import ExpertWork
 from pipefit.model.ops.kind import Flops, InternalCollectives, OperatorCall, OperatorKind, same_shape
 
 EXPERT_PARTS = "expert_parts"
@@ -39,21 +39,27 @@ EXPERT_EXCHANGE = "expert_exchange"
 """The all-to-all over the devices of an expert axis and their shards, in the collectives of `moe_shard`."""
 
 
-def _expert_sizes(call: OperatorCall) -> tuple[int, int, int, int, int]:
-    """(tokens, features, routed experts, features of an expert, selected pairs of the local experts). Routing is
-    assumed to be balanced: every expert has the same number of pairs."""
+def _work_of(call: OperatorCall) -> ExpertWork:
     x, router, down = call.inputs[0], call.inputs[1], call.inputs[3]
     assert x is not None and router is not None and down is not None
     tokens = math.prod(x[:-1])
     experts, top = int(call.attributes["experts"]), int(call.attributes["top_k"])
     parts = int(call.attributes.get(EXPERT_PARTS, 1))
     everyone = tokens if down[0] == experts else call.symbols["B"] * call.symbols["T"] * parts
-    return tokens, x[-1], router[0], down[2], everyone * top * down[0] // experts
+    pairs = everyone * top * down[0] // experts
+    return ExpertWork(tokens, x[-1], 2 * down[2], down[2], pairs, call.compute_bytes)
+
+
+def _routed_experts(call: OperatorCall) -> int:
+    """The number of experts that the router selects from."""
+    router = call.inputs[1]
+    assert router is not None
+    return router[0]
 
 
 def _count_flops(call: OperatorCall) -> Flops:
-    tokens, features, experts, inner, pairs = _expert_sizes(call)
-    product = 2 * tokens * features * experts + 2 * pairs * features * 3 * inner
+    work = _work_of(call)
+    product = 2 * work.tokens * work.features * _routed_experts(call) + work.product_flops
     return Flops(product, product, product)
 
 
@@ -62,54 +68,32 @@ def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
 
 
 def _own_bytes(call: OperatorCall) -> int:
-    tokens, features, experts, inner, pairs = _expert_sizes(call)
-    statistics = tokens * experts + (pairs + tokens if call.attributes["normalize"] else 0)
-    statistics += pairs if "weight_scale" in call.attributes else 0
+    work = _work_of(call)
+    statistics = work.tokens * _routed_experts(call)
+    statistics += work.pairs + work.tokens if call.attributes["normalize"] else 0
+    statistics += work.pairs if "weight_scale" in call.attributes else 0
     indices = 4 if "down_bias" in call.attributes.get("more", ()) else 3
-    return (
-        statistics * call.wide_bytes + indices * pairs * 8 + pairs * (1 + 3 * features + 3 * inner) * call.compute_bytes
-    )
+    return statistics * call.wide_bytes + work.saved_bytes(indices)
 
 
 def _exchanged_bytes(call: OperatorCall) -> int:
     """Return the bytes that `moe_shard` saves beside its inputs (see above)."""
-    _, features, _, _, pairs = _expert_sizes(call)
-    return _own_bytes(call) + pairs * (8 + features * call.compute_bytes)
+    work = _work_of(call)
+    return _own_bytes(call) + work.pairs * (8 + work.features * call.compute_bytes)
 
 
 def _pending_bytes(call: OperatorCall) -> int:
-    tokens, features, experts, inner, pairs = _expert_sizes(call)
-    return (tokens * experts + pairs * (2 * features + 3 * inner)) * call.compute_bytes
-
-
-def _forward_extra(call: OperatorCall) -> int:
-    """The zero tensor that the weighted outputs are added to; the sum is another tensor."""
-    tokens, features, _, _, _ = _expert_sizes(call)
-    return tokens * features * call.compute_bytes
-
-
-def _backward_peak(call: OperatorCall, freed: int = 2) -> int:
-    """The larger of two peaks before x has its gradient. First: the gradient of the output before and after its weight
-    (2 D per pair). Second: the recomputed gate and its gradients (5 F), after output and weighted output (2 D, or
-    `freed`) are freed."""
-    tokens, features, _, inner, pairs = _expert_sizes(call)
-    return (pairs * max(2 * features, 5 * inner - freed * features) - tokens * features) * call.compute_bytes
-
-
-def _deferred_peak(call: OperatorCall, freed: int = 2) -> int:
-    """At the second peak a deferred weight gradient holds the output's gradient and h."""
-    _, features, _, inner, pairs = _expert_sizes(call)
-    late = max(2 * features, 6 * inner - (freed - 1) * features)
-    return pairs * (late - max(2 * features, 5 * inner - freed * features)) * call.compute_bytes
+    work = _work_of(call)
+    return work.tokens * _routed_experts(call) * call.compute_bytes + work.pending_bytes
 
 
 def _inner_collectives(call: OperatorCall) -> InternalCollectives:
     """All-to-alls of the pairs' inputs to the experts and of their outputs back; the same for both gradients."""
-    _, features, experts, _, _ = _expert_sizes(call)
     parts = int(call.attributes.get(EXPERT_PARTS, 1))
     tokens = call.symbols["B"] * call.symbols["T"] * parts
-    size = float(tokens * int(call.attributes["top_k"]) * features * call.compute_bytes)
-    exchange = "all_to_all" if parts == 1 else EXPERT_EXCHANGE, size, "alltoallv", (tokens, experts)
+    size = float(tokens * int(call.attributes["top_k"]) * _work_of(call).features * call.compute_bytes)
+    units = (tokens, _routed_experts(call))
+    exchange = "all_to_all" if parts == 1 else EXPERT_EXCHANGE, size, "alltoallv", units
     return InternalCollectives(forward=(exchange, exchange), input_gradient=(exchange, exchange))
 
 
@@ -137,9 +121,9 @@ _MOE = OperatorKind(
     own_bytes=_own_bytes,
     pending_values=(0,),
     pending_bytes=_pending_bytes,
-    forward_extra=_forward_extra,
-    backward_extra=_backward_peak,
-    deferred_extra=_deferred_peak,
+    forward_extra=lambda call: _work_of(call).sum_bytes,
+    backward_extra=lambda call: _work_of(call).backward_peak(),
+    deferred_extra=lambda call: _work_of(call).deferred_extra(),
     boundary=True,
     heavy=True,
     mixes_features=True,
@@ -153,8 +137,8 @@ OPERATORS = (
         summary="The same of this device's tokens and this device's experts: tokens are sent to their experts.",
         gathers={},
         own_bytes=_exchanged_bytes,
-        backward_extra=partial(_backward_peak, freed=3),
-        deferred_extra=partial(_deferred_peak, freed=3),
+        backward_extra=lambda call: _work_of(call).backward_peak(freed=3),
+        deferred_extra=lambda call: _work_of(call).deferred_extra(freed=3),
         talks=_inner_collectives,
     ),
 )

@@ -137,6 +137,8 @@ class RoutedPairs(NamedTuple):
     "Place of every pair in the order of the tokens."
     further: Mapping[str, Any]
     "Further inputs of the operator, by the names in its attribute `more`."
+    may_skip: bool = False
+    "Whether numbers beyond the last expert, which select none, are possible."
 
 
 def route_tokens(
@@ -174,8 +176,34 @@ def local_pairs(ends: Sequence[int], first: int, down: Any) -> tuple[slice, list
     return slice(start, mine[-1]), [end - start for end in mine]
 
 
+def run_routed(
+    routed: RoutedPairs,
+    parameters: ExpertWeights,
+    numbers: torch.Tensor,
+    first: int | None,
+    record: SavedForward,
+    layer: int,
+) -> torch.Tensor:
+    """Return the sums (N, D) of the weighted outputs of each token's experts. Experts have the `numbers`; if `first` is
+    given, only those from there on are on this device. Pairs of a number beyond the last one give nothing."""
+    expert, order, x = routed.expert, routed.order, routed.flat
+    ends: Any = torch.searchsorted(expert, numbers, right=True, out_int32=True)
+    outside = None
+    if first is not None or parameters.gate_up.shape[0] != len(numbers) or counts_on_host(x):
+        pairs, ends = local_pairs(ends.tolist(), first or 0, parameters.down)
+        expert, order = expert[pairs], order[pairs]
+        expert = expert - first if first else expert
+    elif routed.may_skip:  # rows beyond the last end are undefined in grouped products
+        outside = (expert >= len(numbers)).unsqueeze(-1)
+        expert = expert.clamp(max=len(numbers) - 1)
+    token = order // routed.weights.shape[-1]
+    x = x[token] if outside is None else x[token].masked_fill(outside, 0.0)
+    out = run_experts(x, expert, parameters, ends, record, layer)
+    return join_outputs(routed, order, token, out if outside is None else out.masked_fill(outside, 0.0))
+
+
 def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
-    layer, gate, top = context.layer, gate_function(operator.attributes), int(operator.attributes["top_k"])
+    layer, gate = context.layer, gate_function(operator.attributes)
     numbers = torch.arange(int(operator.attributes["experts"]), device=context.device)
     first = operator.attributes.get("first")
 
@@ -183,16 +211,8 @@ def build_moe(operator: Operator, context: OperatorContext) -> OperatorStep:
         record: SavedForward, x: torch.Tensor, router: Any, gate_up: Any, down: Any, *more: Any
     ) -> torch.Tensor:
         routed = route_tokens(operator, x, router, more, record, layer)
-        expert, order = routed.expert, routed.order
-        ends: Any = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        if first is not None or counts_on_host(x):
-            ends = ends.tolist()
-        if first is not None:
-            pairs, ends = local_pairs(ends, first, down)
-            expert, order = expert[pairs] - first, order[pairs]
-        token, parameters = order // top, expert_weights(gate_up, down, gate, routed)
-        out = run_experts(routed.flat[token], expert, parameters, ends, record, layer)
-        return join_outputs(routed, order, token, out).view(x.shape)
+        parameters = expert_weights(gate_up, down, gate, routed)
+        return run_routed(routed, parameters, numbers, first, record, layer).view(x.shape)
 
     return OperatorStep(run_moe, wants_record=True)
 
