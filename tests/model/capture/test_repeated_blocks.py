@@ -78,6 +78,36 @@ class ThirdBlock(ScaledBlock):
         return change if self.layer_idx % 3 == 2 else x + change
 
 
+class InheritedBlock(ThirdBlock):
+    """The number is read by a method of the class above."""
+
+
+class PrivateBlock(nn.Module):
+    """A setting under a private name."""
+
+    def __init__(self, index):
+        super().__init__()
+        self._adds = index % 3 != 2
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(x) if self._adds else self.linear(x)
+
+
+class CountingBlock(nn.Module):
+    """The number of calls is no setting of a block."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        CountingBlock.calls += 1
+        return self.linear(x) + x / CountingBlock.calls
+
+
 class LoopStack(Stack):
     """The loop adds something after the third block."""
 
@@ -92,23 +122,36 @@ class LoopStack(Stack):
         return self.head(x).square().sum()
 
 
-@pytest.mark.parametrize("kind", ["block", "loop", "list"])
-def test_a_number_that_matters_beyond_the_prefix_is_seen(kind, monkeypatch):
-    stack = LoopStack(False) if kind == "loop" else Stack(False)
-    if kind == "block":
-        stack.blocks = nn.ModuleList([ThirdBlock(index, False) for index in range(5)])
-    if kind == "list":
-        stack.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
-        stack.config = SimpleNamespace(sizes=[1, 1, 1, 1, 2])
-        assert find_blocks(stack) is None
-        stack.config.sizes = [1] * 5
-        assert find_blocks(stack).prefix == 2
-        return
-    example = Example(module=stack, inputs={"x": torch.randn(3, 8)})
+@pytest.mark.parametrize("cls", [ThirdBlock, InheritedBlock, None])
+def test_a_number_that_matters_beyond_the_prefix_is_seen(cls):
+    stack = Stack(False) if cls else LoopStack(False)
+    if cls:
+        stack.blocks = nn.ModuleList([cls(index, False) for index in range(5)])
     assert find_blocks(stack) is None
-    short = capture_whole(example)
-    monkeypatch.setattr(whole, "find_blocks", lambda module: None)
-    assert capture_whole(example) == short
+
+
+def test_private_settings_tell_blocks_apart():
+    stack = Stack(False)
+    stack.blocks = nn.ModuleList([PrivateBlock(index) for index in range(5)])
+    assert find_blocks(stack).alike == (0, 0, 2, 0, 0)
+
+
+def test_entries_of_the_configuration_tell_blocks_apart():
+    stack = Stack(False)
+    stack.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+    stack.config = SimpleNamespace(sizes=[1, 1, 1, 1, 2])
+    assert find_blocks(stack) is None
+    stack.config.sizes = [1] * 5
+    assert find_blocks(stack).prefix == 2
+
+
+def test_equal_blocks_with_different_graphs_are_all_exported():
+    stack = Stack(False)
+    stack.blocks = nn.ModuleList([CountingBlock() for _ in range(5)])
+    assert find_blocks(stack).prefix == 2
+    model = capture_whole(Example(module=stack, inputs={"x": torch.randn(3, 8)}))
+    graphs = {layer.name: layer.graph for layer in model.layers}
+    assert len({graphs[f"blocks.{index}"] for index in range(5)}) == 5
 
 
 def test_rotary_bases_by_layer_are_those_of_all_blocks(monkeypatch):

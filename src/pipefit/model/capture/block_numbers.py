@@ -27,9 +27,12 @@ def reads_number(block: nn.Module) -> bool:
 
 
 def loop_reads_number(owner: nn.Module) -> bool:
-    """Return whether a loop of the module reads the number of a pass for anything but an index of a list."""
-    tree = _class_tree(type(owner))
-    return tree is None or any(_loop_reads_number(node) for node in ast.walk(tree) if isinstance(node, ast.For))
+    """Return whether a loop of the module reads the number of a pass for anything but a list of the configuration, or
+    the module has no source to look at."""
+    return any(
+        tree is None or any(_loop_reads_number(node) for node in ast.walk(tree) if isinstance(node, ast.For))
+        for tree in _class_trees(type(owner))
+    )
 
 
 def numbered_settings(module: nn.Module, count: int, index: int) -> tuple[str, ...]:
@@ -47,18 +50,27 @@ def numbered_settings(module: nn.Module, count: int, index: int) -> tuple[str, .
 
 @cache
 def _class_reads_number(cls: Any) -> bool:
-    if cls.__module__.startswith("torch."):
-        return False
-    tree = _class_tree(cls)
-    return tree is None or any(_method_reads_number(method) for method in _methods_of(tree))
+    return any(
+        tree is None or any(_method_reads_number(method) for method in _methods_of(tree)) for tree in _class_trees(cls)
+    )
 
 
-def _class_tree(cls: Any) -> ast.AST | None:
-    """The syntax of a class; None if it has no source."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):
-        return None
+def _class_trees(cls: Any) -> Iterator[ast.AST | None]:
+    """Yield the syntax of a class and of each model class that it inherits from; None for one without a source."""
+    for base in cls.__mro__:
+        if _is_infrastructure(base.__module__):
+            continue
+        try:
+            yield ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            yield None
+
+
+def _is_infrastructure(module: str) -> bool:
+    """Return whether a module is Python's, PyTorch's, or the part of `transformers` that all models share."""
+    library = module.partition(".")[0]
+    shared = library == "transformers" and not module.startswith("transformers.models.")
+    return shared or library in ("torch", "builtins", "typing", "abc")
 
 
 def _methods_of(tree: ast.AST) -> Iterator[ast.AST]:
@@ -90,10 +102,16 @@ def _loop_reads_number(loop: ast.For) -> bool:
     if not isinstance(target, ast.Name):
         return True
     return any(
-        isinstance(node, ast.Name) and node.id == target.id and not any(isinstance(p, ast.Subscript) for p in parents)
+        isinstance(node, ast.Name) and node.id == target.id and not _is_for_config(parents)
         for statement in loop.body
         for node, parents in _with_parents(statement, ())
     )
+
+
+def _is_for_config(parents: tuple[ast.AST, ...]) -> bool:
+    """Return whether the innermost index around a node is that of a list of a configuration."""
+    index = next((node for node in reversed(parents) if isinstance(node, ast.Subscript)), None)
+    return index is not None and "config" in ast.unparse(index.value)
 
 
 def _with_parents(node: ast.AST, parents: tuple[ast.AST, ...]) -> Iterator[tuple[Any, tuple[ast.AST, ...]]]:

@@ -112,12 +112,15 @@ def find_blocks(module: nn.Module) -> RepeatedBlocks | None:
 
 def _block_fingerprint(block: nn.Module) -> Any:
     """Everything of a block that its computation may depend on, but its number."""
+    from torch import nn
+
+    internal = {*vars(nn.Module()), *NUMBER_FIELDS}
     parts: list[Any] = []
     for path, module in block.named_modules():
         settings = {
             name: _plain_value(value)
             for name, value in vars(module).items()
-            if not name.startswith("_") and name not in NUMBER_FIELDS and name != "training"
+            if name not in internal
         }
         parts.append((path, type(module), tuple(sorted(settings.items()))))
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in block.named_parameters()]
@@ -125,15 +128,15 @@ def _block_fingerprint(block: nn.Module) -> Any:
     return tuple(parts), tuple(parameters), tuple(buffers)
 
 
-def _plain_value(value: Any) -> Any:
-    """A setting as a hashable value; objects by their type."""
+def _plain_value(value: Any) -> str:
+    """A setting as text. Any other object counts as equal to itself alone, as one configuration of all blocks is."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (list, tuple, set)):
         return repr([_plain_value(item) for item in value])
     if isinstance(value, dict):
         return repr({str(key): _plain_value(item) for key, item in value.items()})
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{type(value).__qualname__} {id(value)}"
 
 
 def _buffer_values(buffer: Any) -> Any:
