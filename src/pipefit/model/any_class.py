@@ -76,12 +76,11 @@ def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
     """Return the causal language model of a config.json on the CPU in float32, with values of torch's generator. Raises
     ModelError with the reason of the library if it cannot be built."""
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with quiet_logs():
         try:
-            known = {name: value for name, value in fields.items() if name != "model_type"}
-            config = CONFIG_MAPPING[fields["model_type"]](**known)
+            config = _typed_fields(fields)
             _turn_off_caches(config)
             state = torch.random.get_rng_state()
             try:
@@ -101,11 +100,16 @@ def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
 
 def is_encoder(fields: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes an encoder: its type has the field `is_decoder`, which is false."""
+    always_causal = str(fields["model_type"]).startswith("gpt_neox")
+    return not always_causal and _typed_fields(fields).to_dict().get("is_decoder") is False
+
+
+def _typed_fields(fields: Mapping[str, Any]) -> Any:
+    """The configuration of `transformers` from the data of a config.json."""
     from transformers import CONFIG_MAPPING
 
-    kind = str(fields["model_type"])
-    config = CONFIG_MAPPING[kind](**{name: value for name, value in fields.items() if name != "model_type"})
-    return config.to_dict().get("is_decoder") is False and not kind.startswith("gpt_neox")  # always causal
+    known = {name: value for name, value in fields.items() if name != "model_type"}
+    return CONFIG_MAPPING[fields["model_type"]](**known)
 
 
 def fix_frequencies(module: Any, tokens: int) -> None:

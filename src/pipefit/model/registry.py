@@ -18,7 +18,7 @@ from typing import Any
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, UnsupportedModelError, suggest_name
 from pipefit.extras import is_installed
-from pipefit.model.adapters.adapt import tune_model
+from pipefit.model.adapters.adapt import count_elements, tune_model
 from pipefit.model.adapters.options import is_tuned, tuning_of
 from pipefit.model.any_class import library_fields
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
@@ -192,14 +192,7 @@ def save_model(model: Model, path: Path) -> None:
 
 def parameter_count(model: Model) -> int:
     """The number of elements in all parameters; tied parameters count once."""
-    sizes: dict[str, int] = {}
-    for layer in model.layers:
-        for parameter in model.layer_graph(layer).parameters:
-            count = 1
-            for size in parameter.shape:
-                count *= size
-            sizes[layer.parameters[parameter.name]] = count
-    return sum(sizes.values())
+    return count_elements(model)[1]
 
 
 def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -51,6 +51,13 @@ def learned_texts(folder: str, messages: list[dict[str, Any]], **fields: Any) ->
     return texts
 
 
+def test_a_conversation_may_begin_with_an_answer(tmp_path: Path) -> None:
+    """The template reads the first message, so no text exists before it."""
+    folder = write_tokenizer(tmp_path, "{% if messages[0]['role'] == 'tool' %}tool {% endif %}" + CHATML)
+    messages = [{"role": "assistant", "content": "Hello!"}, *turns("Hi", "Good day")]
+    assert learned_texts(folder, messages) == ["Hello!<|im_end|>", "Good day<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [CHATML_MARKED, BLOCKS_MARKED], ids=["chatml", "blocks"])
 @pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
 def test_ids_and_masks_are_those_of_transformers(tmp_path: Path, template: str, number: int) -> None:

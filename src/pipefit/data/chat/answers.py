@@ -58,12 +58,15 @@ class AnswerFinder:
 
     def answer_start(self, index: int) -> int:
         """Return the first character of the answer in message `index`."""
-        around = self._around_placeholder(index, len(self._conversation.messages))
-        if not index and around is not None and self.text.startswith(around[0]):
-            return len(around[0])  # templates need a message before the prompt for an answer
+        count = len(self._conversation.messages)
+        if not index:  # templates need a message before the prompt for an answer
+            around = self._around_placeholder(index, count)
+            if around is not None and self.text.startswith(around[0]):
+                return len(around[0])
         prompt = self._render_part(index, prompts=True)
         if self.text.startswith(prompt):
             return len(prompt)
+        around = self._around_placeholder(index, count)
         shared = _shared_beginning(prompt, around[0]) if around is not None else ""
         if not shared or not shared.startswith(self._render_part(index)) or not self.text.startswith(shared):
             raise self._unlocated(index, "the text that prompts for it is not the beginning of the whole text")

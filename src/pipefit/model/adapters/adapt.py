@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from pipefit.errors import ModelError, most_like
@@ -107,11 +108,8 @@ def count_elements(model: Model) -> tuple[int, int]:
     sizes: dict[str, tuple[int, bool]] = {}
     for layer in model.layers:
         for spec in model.layer_graph(layer).parameters:
-            count = 1
-            for size in spec.shape:
-                count *= size
             name = layer.parameters[spec.name]
-            sizes[name] = count, spec.trainable or sizes.get(name, (0, False))[1]
+            sizes[name] = prod(spec.shape), spec.trainable or sizes.get(name, (0, False))[1]
     return sum(count for count, trained in sizes.values() if trained), sum(count for count, _ in sizes.values())
 
 

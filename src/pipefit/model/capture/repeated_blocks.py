@@ -117,11 +117,7 @@ def _block_fingerprint(block: nn.Module) -> Any:
     internal = {*vars(nn.Module()), *NUMBER_FIELDS}
     parts: list[Any] = []
     for path, module in block.named_modules():
-        settings = {
-            name: _plain_value(value)
-            for name, value in vars(module).items()
-            if name not in internal
-        }
+        settings = {name: _plain_value(value) for name, value in vars(module).items() if name not in internal}
         parts.append((path, type(module), tuple(sorted(settings.items()))))
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in block.named_parameters()]
     buffers = [(name, tuple(b.shape), str(b.dtype), _buffer_values(b)) for name, b in block.named_buffers()]

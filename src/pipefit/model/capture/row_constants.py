@@ -93,6 +93,11 @@ def draws_numbers(node: Any) -> bool:
     return any(str(tag).endswith("nondeterministic_seeded") for tag in tags) or "dropout" in str(node.target)
 
 
+def _function_name(node: Any) -> str:
+    """The name of an ATen function without its overload; empty for any other function."""
+    return f"{node.target}..".split(".")[1]
+
+
 def _share_rows(numbers: Any, shape: Shape) -> Any:
     """The same numbers, in the memory of one row if all rows are equal."""
     if shape.count("B") != 1 or numbers.shape[shape.index("B")] < 2:
@@ -128,7 +133,7 @@ ELEMENTWISE = {"le", "lt", "ge", "gt", "eq", "ne", "__and__", "__or__", "bitwise
 
 def _reads_shared_rows(emitter: GraphEmitter, node: Any, shape: Shape) -> bool:
     """Return whether a function of each element reads equal rows alone, so that one row is enough."""
-    if str(node.target).split(".")[1] not in ELEMENTWISE or shape.count("B") != 1:
+    if _function_name(node) not in ELEMENTWISE or shape.count("B") != 1:
         return False
     for source in node.all_input_nodes:
         if source in emitter.row_constants:
@@ -146,7 +151,7 @@ def _evaluate_node(emitter: GraphEmitter, node: Any, version: int, one_row: bool
     """The value of a node for one of the row counts, or its one row if all values that it reads have equal rows."""
     import torch
 
-    name = str(node.target).split(".")[1]
+    name = _function_name(node)
     copied = "view" in name or (name.endswith("_") and not name.startswith("__"))
 
     def known_value(item: Any) -> Any:
