@@ -11,12 +11,14 @@ from tests.model.families.test_written_graphs import pipefit_without
 from tests.support import adapter_cases as adapters
 from tests.support import worker_plans as plans
 
+from benchmarks.model_coverage import tiny_example
 from pipefit.cluster import local_cluster
 from pipefit.cost.memory.lanes import lane_parts
 from pipefit.model.adapters.adapt import count_elements, freeze_parameters
 from pipefit.model.adapters.options import AdapterConfig, tuned_config
 from pipefit.model.adapters.targets import find_linear_modules
 from pipefit.model.analysis.totals import graph_flops
+from pipefit.model.capture.whole import capture_whole
 from pipefit.model.registry import capture_model, describe_config
 from pipefit.plan.assemble.predict import simulate_plan, step_flops
 from pipefit.plan.check.rules import load_plan
@@ -97,3 +99,11 @@ def test_plans_with_adapters_are_made_without_torch(tmp_path: Path) -> None:
     assert load_plan(plan).hashes.model == adapters.adapted_model(plans.LLAMA, OPTIONS).hash
     done = pipefit_without(tmp_path, "simulate", str(plan))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("kind", "has_experts"), [("falcon_h1", False), ("dots1", True)])
+def test_only_experts_hide_the_names_that_peft_reads_as_theirs(kind: str, has_experts: bool) -> None:
+    """A convolution's weight has three dimensions, too."""
+    modules = find_linear_modules(capture_whole(tiny_example(kind, dropout=False), kind))
+    assert any(module.leaf == "up_proj" for module in modules)
+    assert all(module.is_left_out == has_experts for module in modules if module.leaf == "up_proj")

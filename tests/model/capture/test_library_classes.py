@@ -192,3 +192,19 @@ def test_a_long_mask_of_another_form_is_computed_by_the_graph():
     loss, gradients = reference(example, inputs)
     state = {name: parameter.detach() for name, parameter in example.module.named_parameters()}
     compare(run_whole(None, 0, model, (), (), state, feed_of(model, inputs), 1), (loss, gradients))
+
+
+class DrawnMask(torch.nn.Module):
+    """A mask drawn from known probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.linear(x) * torch.bernoulli(torch.full((4,), 0.5, device=x.device))).square().sum()
+
+
+def test_drawn_numbers_are_no_constants():
+    with pytest.raises(ModelError, match="bernoulli draws random numbers"):
+        capture_whole(Example(module=DrawnMask(), inputs={"x": torch.randn(2, 4)}))
