@@ -168,11 +168,11 @@ def join_outputs(pairs: RoutedPairs, order: torch.Tensor, token: torch.Tensor, o
     return torch.zeros_like(pairs.flat).index_add(0, token, out)
 
 
-def local_pairs(ends: Sequence[int], first: int, down: Any) -> tuple[slice, list[int]]:
-    """Return the pairs of the local experts, which begin with the expert `first`, and the end of each expert's pairs
-    among them."""
+def local_pairs(ends: Sequence[int], first: int, count: int) -> tuple[slice, list[int]]:
+    """Return the pairs of `count` experts that begin with the expert `first`, and the end of each expert's pairs among
+    them."""
     start = ends[first - 1] if first else 0
-    mine = ends[first : first + down.shape[0]]
+    mine = ends[first : first + count]
     return slice(start, mine[-1]), [end - start for end in mine]
 
 
@@ -189,8 +189,9 @@ def run_routed(
     expert, order, x = routed.expert, routed.order, routed.flat
     ends: Any = torch.searchsorted(expert, numbers, right=True, out_int32=True)
     outside = None
-    if first is not None or parameters.gate_up.shape[0] != len(numbers) or counts_on_host(x):
-        pairs, ends = local_pairs(ends.tolist(), first or 0, parameters.down)
+    if first is not None or counts_on_host(x):
+        count = len(numbers) if first is None else parameters.down.shape[0]
+        pairs, ends = local_pairs(ends.tolist(), first or 0, count)
         expert, order = expert[pairs], order[pairs]
         expert = expert - first if first else expert
     elif routed.may_skip:  # rows beyond the last end are undefined in grouped products
