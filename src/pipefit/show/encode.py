@@ -15,8 +15,8 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.schedule.actions import Action
+from pipefit.schedule.taskgraph.memory import MemoryCurve
 from pipefit.show.trace import StepTrace, TraceRow
-from pipefit.simulate.memory import MemoryCurve
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 TIME_TICKS = 1 << 20

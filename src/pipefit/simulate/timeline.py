@@ -17,9 +17,9 @@ from pipefit.schedule.actions import Action, Kind, Schedule
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.taskgraph.compile import TaskGraph
 from pipefit.schedule.taskgraph.contended import evaluate_schedule
+from pipefit.schedule.taskgraph.memory import MemoryCurve, memory_curves
 from pipefit.schedule.taskgraph.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B
-from pipefit.schedule.taskgraph.times import TaskTimes
-from pipefit.simulate.memory import MemoryCurve, memory_curves
+from pipefit.schedule.taskgraph.times import TaskTimes, reach_times
 from pipefit.simulate.path import critical_tasks
 
 
@@ -135,7 +135,7 @@ class Timeline:
 
     def memory_under(self, costs: CostTable) -> tuple[MemoryCurve, ...]:
         """Return the memory curves at the same times with the bytes of another cost table of these stages."""
-        return memory_curves(self.graph, costs, self.times, self._posted_s, self._reached_s)
+        return memory_curves(self.graph, costs, self.times)
 
     @cached_property
     def peak_bytes(self) -> Array:
@@ -184,18 +184,7 @@ class Timeline:
 
     @cached_property
     def _reached_s(self) -> Array:
-        """The time at which the lane reaches each row of the table: the end of its previous action."""
-        before = self.graph.before
-        return np.where(before >= 0, self.times.stop_s[before], 0.0)
-
-    @cached_property
-    def _posted_s(self) -> Array:
-        """The time at which the receive of each transfer was posted (lowered) or the transfer started (computed)."""
-        posted: Array = self.times.start_s.copy()
-        table = self.graph.table
-        receives = np.flatnonzero((table.kind == RECV_F) | (table.kind == RECV_B))
-        posted[self.graph.task[receives]] = self._reached_s[receives]
-        return posted
+        return reach_times(self.graph, self.times)
 
     @cached_property
     def _issued_s(self) -> Array:

@@ -25,8 +25,8 @@ from pipefit.plan.assemble.packed_rows import frozen_layers, packed_symbols
 from pipefit.plan.assemble.pipeline_work import pipeline_work, skeleton_from_plan
 from pipefit.plan.assemble.shard_programs import ProgramCache
 from pipefit.plan.types import KindPrediction, LanePrediction, Plan, PlanPrediction, SampleSpace, Stage
+from pipefit.schedule.taskgraph.memory import MemoryCurve
 from pipefit.simulate import Timeline, simulate_schedule
-from pipefit.simulate.memory import MemoryCurve
 from pipefit.units import format_seconds
 
 DOCUMENTS_NOTE = (

@@ -15,16 +15,16 @@ from pipefit.schedule.fit.starts.construct import build_orders, merge_choices, s
 from pipefit.schedule.fit.starts.start import TimedOrders
 from pipefit.schedule.lowering.lower import lower_schedule
 from pipefit.schedule.problem import ScheduleProblem
+from pipefit.schedule.taskgraph.contended import evaluate_schedule
+from pipefit.schedule.taskgraph.memory import memory_curves
 
 
 def simulated_peaks(problem: ScheduleProblem, schedule: Schedule) -> Floats:
     """Return, by lane, the peak memory in bytes of the schedule with its transfers."""
-    from pipefit.simulate import simulate_schedule
-
     assert problem.costs is not None
     lowered = lower_schedule(schedule, problem.stage_edges, problem.costs, reductions=(), optimizer=False)
-    peaks: Floats = simulate_schedule(lowered, problem.costs).peak_bytes
-    return peaks
+    graph, times = evaluate_schedule(lowered, None, problem.costs)
+    return np.array([curve.peak_bytes for curve in memory_curves(graph, problem.costs, times)])
 
 
 @dataclass(slots=True)

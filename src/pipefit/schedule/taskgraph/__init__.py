@@ -1,1 +1,1 @@
-"""The task graph of a schedule and the inner loops that time it."""
+"""The task graph of a schedule, its times and its memory."""

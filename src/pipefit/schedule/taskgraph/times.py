@@ -36,6 +36,11 @@ class TaskTimes:
         return self.moment_s[1::2]
 
 
+def reach_times(graph: TaskGraph, times: TaskTimes) -> Array:
+    """Return the time at which its lane reaches each row of the table: the end of the lane's previous action."""
+    return np.where(graph.before >= 0, times.stop_s[graph.before], 0.0)
+
+
 def run_graph(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> TaskTimes:
     """Return the times of every task under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
     duration, transit = task_durations(graph, costs)

@@ -24,7 +24,7 @@ import numpy as np
 from pipefit.cost.types import Array, CostTable, Ints
 from pipefit.schedule.taskgraph.compile import TaskGraph, by_unit
 from pipefit.schedule.taskgraph.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, W
-from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges, spread_table
+from pipefit.schedule.taskgraph.times import TaskTimes, edge_table, match_edges, reach_times, spread_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,10 @@ class MemoryCurve:
     "The peak without the static bytes, by part: `saved` (held between actions), `passing` (transient), `messages`."
 
 
-def memory_curves(
-    graph: TaskGraph, costs: CostTable, times: TaskTimes, posted_s: Array, reached_s: Array
-) -> tuple[MemoryCurve, ...]:
-    """Return the memory curve of every lane.
-
-    `posted_s` is the time at which the receive of each transfer is posted, `reached_s` the time at which its lane
-    reaches each action.
-    """
-    events = _MemoryEvents()
+def memory_curves(graph: TaskGraph, costs: CostTable, times: TaskTimes) -> tuple[MemoryCurve, ...]:
+    """Return the memory curve of every lane."""
+    events, reached_s = _MemoryEvents(), reach_times(graph, times)
+    posted_s = post_times(graph, times, reached_s)
     compute = np.flatnonzero(graph.kind <= B)
     held, passing = (task_bytes[compute] for task_bytes in _task_bytes(graph, costs))
     lane, position = graph.lane[compute], EVENT_PLACES * graph.row[compute]
@@ -71,6 +66,14 @@ def memory_curves(
     _add_kv_gradients(events, graph, costs, times)
     _add_reductions(events, graph, costs, times)
     return events.lane_curves(costs.static_bytes, len(graph.schedule.lanes), EVENT_PLACES * len(graph.table.kind))
+
+
+def post_times(graph: TaskGraph, times: TaskTimes, reached_s: Array) -> Array:
+    """Return the time at which the receive of each transfer is posted (lowered) or the transfer starts (computed)."""
+    posted: Array = times.start_s.copy()
+    receives = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
+    posted[graph.task[receives]] = reached_s[receives]
+    return posted
 
 
 EVENT_PLACES = 8
