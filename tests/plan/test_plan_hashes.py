@@ -68,18 +68,15 @@ def test_a_plan_is_the_committed_one(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_plans_without_compiled_loops_and_with_the_sums_of_later_pythons_are_the_same() -> None:
-    assert elsewhere({"NUMBA_DISABLE_JIT": "1"}, ["--compensate", *REQUESTS]) == committed()
+def test_plans_are_the_same_without_compiled_loops_on_other_processors_and_with_the_sums_of_later_pythons() -> None:
+    """All three at once: plans that are equal to the committed ones depend on none of them."""
+    environment = {"NUMBA_DISABLE_JIT": "1", **OLD, **narrow_vectors()}
+    assert elsewhere(environment, ["--compensate", *REQUESTS]) == committed()
 
 
 def test_plans_without_compiled_loops_are_the_same_on_every_commit() -> None:
     names = ["toy fit", "toy measured shards", "three modules disjoint"]
     assert elsewhere({"NUMBA_DISABLE_JIT": "1"}, names) == {name: committed()[name] for name in names}
-
-
-@pytest.mark.slow
-def test_plans_with_the_arithmetic_of_other_processors_are_the_same() -> None:
-    assert elsewhere({**OLD, **narrow_vectors()}, [*REQUESTS]) == committed()
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ from tests.support.durations import Durations
 
 TIERS = ("quick", "default", "all")
 
-DEFAULT_BUDGET_S = 1140.0
-"""Recorded seconds of all tests of the default tier: nine and a half minutes on two cores."""
+DEFAULT_BUDGET_S = 1050.0
+"""Recorded seconds of all tests of the default tier: eight and three quarters of a minute on two cores."""
 
-FAMILY_S = 2.0
+FAMILY_S = 1.5
 """Recorded seconds that one test may take in the default tier with all of its parameters; of a test that takes more,
 so many parameters run there as fit, evenly spread, and at least one of them."""
 
-LONGEST_S = 4.0
+LONGEST_S = 3.0
 """The longest test of the default tier; a file whose tests are all longer keeps its shortest one."""
 
 ALONE_S = 3.0
@@ -103,7 +103,7 @@ class Marked:
 def cost_by_default(test: Marked, durations: Durations) -> float:
     """Seconds of a test in the default tier. A test that holds up all processes counts for two of them."""
     if test.alone and durations.of_file(test.file) is None:
-        return 2.0 * LONGEST_S
+        return 4.0 * ALONE_S
     return durations.of_test(test.nodeid) * test.share * (2.0 if test.alone else 1.0)
 
 

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipefit.profile.points import MOST_POINTS
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_quick_compares_curves_with_unseen_points(tmp_path: Path) -> None:
     path = tmp_path / "curves.json"
     command = [sys.executable, "-m", "benchmarks.profiling.compute_curves", "--quick", "--json", str(path)]

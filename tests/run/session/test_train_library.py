@@ -41,6 +41,7 @@ def read_losses(run: Path) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_directory_without_a_family_is_trained_on_text(tmp_path, alone):
     from pipefit.model.any_class import build_class
