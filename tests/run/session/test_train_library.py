@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.support import train_toys as toys
 from typer.testing import CliRunner
 
@@ -32,8 +32,8 @@ def make_plan(folder: Path, devices: int, *options: str) -> Path:
     return path
 
 
-def train_words(plan: Path, run: Path) -> list[str]:
-    return ["train", str(plan), "-o", str(run), "--steps", "2", "--lr", "3e-3", "--device", "cpu"]
+def train_words(plan: Path, run: Path, rate: str = "3e-3") -> list[str]:
+    return ["train", str(plan), "-o", str(run), "--steps", "2", "--lr", rate, "--device", "cpu"]
 
 
 def read_losses(run: Path) -> list[float]:
@@ -60,3 +60,32 @@ def test_a_directory_without_a_family_is_trained_on_text(tmp_path, alone):
     weights = load_file(tmp_path / "two" / "weights" / "model.safetensors")
     network.load_state_dict(weights, strict=True)
     assert json.loads(run_command("verify", str(two), "--device", "cpu", "--json"))["fits"]
+
+
+@pytest.mark.gloo
+def test_files_of_the_class_start_a_run_and_are_written_again(tmp_path, alone):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pipefit.model.any_class import build_class
+
+    folder = tmp_path / "theirs"
+    network = build_class({**tiny_config("hy_v3", dropout=False), "vocab_size": 300})
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(0.0, 0.1)
+    network.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert set(stored) != set(network.state_dict())
+    save_file({**stored, "model.layers.9.norm.weight": torch.ones(2)}, folder / "model.safetensors")
+    plan = make_plan(folder, 2, "--fix", "stages=2", "--fix", "microbatches=4")
+    words = train_words(plan, tmp_path / "run", rate="1e-30")  # changes no parameter
+    done = toys.start([sys.executable, "-m", "pipefit", *words, "--weights", str(folder)])
+    assert done.returncode == 0, done.stderr
+    log = done.stdout + done.stderr
+    assert "tensors of the weight files that the model does not have: 1 (model.layers.9.norm.weight)" in log
+    written = load_file(tmp_path / "run" / "weights" / "model.safetensors")
+    assert set(written) == set(stored)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "weights", dtype=torch.float64)
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.double()), name

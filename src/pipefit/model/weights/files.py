@@ -1,8 +1,8 @@
 """Weights in Hugging Face's safetensors files: read by global name, entire or in part, and written back.
 
 A parameter may be stored as several tensors (one per expert), transposed (GPT-2's Conv1D), or with its rows in another
-order (fused projections); `ModelConfig.stored_tensors` describes this. Nothing is unpickled. Torch is imported inside
-the functions.
+order (fused projections); `ModelConfig.stored_tensors` describes this. For captured classes of `transformers`,
+`conversions.py` does. Nothing is unpickled. Torch is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pipefit.errors import ModelError, most_like
 from pipefit.model.any_class import FIELDS
 from pipefit.model.families import RowParts, WeightTensor
 from pipefit.model.families.build import USER, typed_config
+from pipefit.model.weights.conversions import FLOATS, ClassTensors, class_without_values, file_tensors
 from pipefit.model.weights.stacked_experts import expert_tensors
 
 if TYPE_CHECKING:
@@ -50,21 +51,71 @@ class WeightFiles:
         self._typed = typed if typed is not None or family == USER else typed_config(family, config)
         self._files = {path: _open_file(path) for path in _list_files(source)}
         self._where = {name: handle for handle in self._files.values() for name in handle.keys()}  # noqa: SIM118
+        in_class = family == USER and FIELDS in config
+        self._class = ClassTensors(class_without_values(config[FIELDS]), self._where) if in_class else None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors in the files."""
         return tuple(self._where)
 
+    @property
+    def unused_names(self) -> tuple[str, ...]:
+        """Names of tensors in the files without a use in a captured class; () for any other model."""
+        return tuple(self._class.unused_names()) if self._class is not None else ()
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the files hold the parameter or buffer with that global name."""
+        return name in self._where or (self._class is not None and bool(self._class.stored_names(name)))
+
     def read(self, name: str, shape: Sequence[int], box: ParameterBox | None = None) -> Tensor:
         """Return the parameter with that global name and shape, or a box of it, on the CPU in the dtype of the file.
 
-        Raises ModelError if a tensor is missing or has another shape.
+        Raises ModelError if a tensor is missing, has another shape, or is quantized or untied in the files of a class.
         """
+        box = [(0, size) for size in shape] if box is None else list(box)
+        aliases = self._class.stored_names(name) if self._class is not None else []
+        if not aliases:
+            return self._read_blocks(self._stored_blocks(name, shape), name, shape, box)
+        tensor = self._read_of_class(aliases[0], shape, box)
+        for alias in aliases[1:]:
+            if not self._read_of_class(alias, shape, box).equal(tensor):
+                raise ModelError(
+                    "The weights hold different values of a parameter that this configuration ties.",
+                    where=str(self.source),
+                    seen=", ".join(aliases),
+                    allowed="equal values, or one of these tensors",
+                    next_step='plan with "tie_word_embeddings": false in config.json, or remove a tensor',
+                )
+        return tensor
+
+    def _read_of_class(self, name: str, shape: Sequence[int], box: ParameterBox) -> Tensor:
+        """Return a box of a parameter of a captured class, under a name of its state dict."""
+        assert self._class is not None
+        stored = {member: self._where[member].get_slice(member).get_dtype() for member in self._class.members(name)}
+        if self._class.is_float(name) and not FLOATS.issuperset(stored.values()):
+            raise ModelError(
+                "The weights are quantized, and pipefit reads floating-point numbers only.",
+                where=str(self.source),
+                seen=", ".join(f"{member} {dtype}" for member, dtype in list(stored.items())[:3]),
+                allowed=", ".join(sorted(FLOATS)),
+                next_step="open them with from_pretrained, call dequantize(), and save them with save_pretrained",
+            )
+        parts = self._class.stored_parts(name, shape)
+        if parts:
+            return self._read_blocks(parts, name, shape, box)
+        tensor = self._class.convert_tensor(name, lambda member: self._where[member].get_tensor(member))
+        if list(tensor.shape) != list(shape):
+            raise self._shape_error(", ".join(list(stored)[:3]), tensor.shape, shape)
+        part = tensor[_box_index(box)]
+        return part if part.shape == tensor.shape else part.clone()
+
+    def _read_blocks(
+        self, blocks: Sequence[WeightTensor], name: str, shape: Sequence[int], box: ParameterBox
+    ) -> Tensor:
+        """Return a box of a parameter from the tensors that hold it."""
         import torch
 
-        box = [(0, size) for size in shape] if box is None else list(box)
-        blocks = self._stored_blocks(name, shape)
         if len(blocks) == 1 and not blocks[0].index:
             return self._read_part(blocks[0], name, shape, box)
         out: Tensor | None = None
@@ -108,13 +159,7 @@ class WeightFiles:
         handle = self._where[spelled].get_slice(spelled)
         expected = _stored_shape(block, shape)
         if list(handle.get_shape()) != expected:
-            raise ModelError(
-                f"The tensor {block.name!r} of the weights has a wrong shape.",
-                where=str(self.source),
-                seen=str(list(handle.get_shape())),
-                allowed=str(expected),
-                next_step="check that the weights belong to this config.json",
-            )
+            raise self._shape_error(block.name, handle.get_shape(), expected)
         if not shape:
             return self._where[spelled].get_tensor(spelled)
         if block.rows is not None:
@@ -126,6 +171,16 @@ class WeightFiles:
             return _reordered_tensor(block, self._where[spelled].get_tensor(spelled), shape)[_box_index(box)]
         part = handle[_box_index([*box[:-2], box[-1], box[-2]] if block.transposed else box)]
         return part.transpose(-1, -2).contiguous() if block.transposed else part
+
+    def _shape_error(self, name: str, seen: Sequence[int], expected: Sequence[int]) -> ModelError:
+        """The error of a stored tensor whose shape differs from its parameter's."""
+        return ModelError(
+            f"The tensor {name!r} of the weights has a wrong shape.",
+            where=str(self.source),
+            seen=str(list(seen)),
+            allowed=str(list(expected)),
+            next_step="check that the weights belong to this config.json",
+        )
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -163,12 +218,15 @@ def save_weights(
 ) -> list[Path]:
     """Write parameters (by global name) and config.json as Hugging Face does; return the paths of the files.
 
+    Those of a captured class are written as its `save_pretrained` does; `tensors` may hold its buffers as well.
     More than `max_file_bytes` are split over several files with an index. Files are written under temporary names and
     renamed at the end, the index last. `tensors` may be a generator; only one file's tensors are held at a time.
     """
     directory.mkdir(parents=True, exist_ok=True)
     typed = None if family == USER else typed_config(family, config)
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if family == USER and FIELDS in config:
+        pairs = file_tensors(class_without_values(config[FIELDS]), pairs)
     shards: list[dict[str, int]] = []
     pending: dict[str, Tensor] = {}
     joined = JoinedTensors()
@@ -187,11 +245,13 @@ def save_weights(
     shards.append(_write_shard(directory, len(shards), pending))
     paths = _rename_shards(directory, shards)
     written = typed.to_config() if typed is not None else config.get(FIELDS)
-    if written is not None:
-        text = json.dumps({**written, "torch_dtype": dtype}, indent=2) + "\n"
-        replace_file(directory / "config.json", text)
-        paths.append(directory / "config.json")
-    return paths
+    return paths if written is None else [*paths, _write_config(directory / "config.json", written, dtype)]
+
+
+def _write_config(path: Path, config: Mapping[str, Any], dtype: str) -> Path:
+    """Write a config.json with the type of the weights and return its path."""
+    replace_file(path, json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n")
+    return path
 
 
 class JoinedTensors:

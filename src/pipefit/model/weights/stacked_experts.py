@@ -1,4 +1,5 @@
-"""Experts that a class of `transformers` keeps in one parameter, and files in one tensor per expert."""
+"""Experts that a user's own module keeps in one parameter, as classes of `transformers` do, and files in one tensor per
+expert."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class TrainingRun:
         self.model = shared_model(plan, world)
         self.given = load_user_model(plan)
         if self.given is not None and config.weights:
-            self.given = first_values(self.given, config.weights)
+            self.given = first_values(self.given, config.weights, plan.model.config)
         self.feeding = shared_batch_source(plan, self.model, self.given, config, world)
         try:
             self._prepare_run(optimizer)
@@ -119,7 +119,7 @@ class TrainingRun:
         work = StepWork(tokens=job.batch * job.sequence, flops=self.flops, devices=devices, peak=peak)
         if log is not None:
             log.write_line(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
-            for line in start_lines(self.plan, self.model, config):
+            for line in start_lines(self.plan, self.model, config, self.given):
                 log.write_line(line)
             if isinstance(self.feeding, ImageBatchSource) and self.feeding.rows.too_long:
                 log.write_line(f"samples left out, longer than the sequence: {self.feeding.rows.too_long}")

@@ -35,11 +35,16 @@ FINAL_WORDS = {FULL: "weights", ADAPTER: "adapter"}
 """Contents of these folders in words."""
 
 
-def start_lines(plan: Plan, model: Model, config: TrainConfig) -> list[str]:
-    """Return lines about trained parameters and first weights, for a run that trains only a part of its model, or has
-    weights of its model beside it."""
+def start_lines(plan: Plan, model: Model, config: TrainConfig, found: UserModel | None = None) -> list[str]:
+    """Return lines about trained parameters and first weights, for a run that trains only a part of its model, has
+    weights of its model beside it, or starts from files with tensors that its class does not have."""
     trained, total = count_elements(model)
     lines = [f"trained parameters: {trained:,} of {total:,} ({trained / total:.2%})"] if trained < total else []
+    unused = found.unused_weights if found is not None else ()
+    if unused:
+        lines.append(
+            f"tensors of the weight files that the model does not have: {len(unused)} ({', '.join(unused[:4])})"
+        )
     if config.weights or config.resume:
         return lines
     adapted = read_adapters(plan.model.config) is not None

@@ -39,6 +39,8 @@ class UserModel:
     "A class of `transformers` that a config.json names."
     aliases: Mapping[str, str]
     "Other names of tied parameters -> the name in the plan."
+    unused_weights: tuple[str, ...] = ()
+    "Tensors of the initial weight files without a use in a class of `transformers`."
 
 
 def load_user_model(plan: Plan) -> UserModel | None:
@@ -107,16 +109,19 @@ def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSampl
     return UserSamples(dataset, fields, where=where, batch=plan.job.batch, held_out=config.held_out)
 
 
-def first_values(found: UserModel, weights: str) -> UserModel:
-    """Return the model with untrained tensors read from the initial weight files, if these contain them."""
+def first_values(found: UserModel, weights: str, config: Mapping[str, Any]) -> UserModel:
+    """Return the model with untrained tensors read from the initial weight files, if these contain them.
+
+    `config` is the configuration of the plan's model.
+    """
     from pipefit.model.weights.files import WeightFiles
 
-    files = WeightFiles(Path(weights), USER, {})
+    files = WeightFiles(Path(weights), USER, config)
     read = {
-        name: files.read(name, tensor.shape).to(tensor.dtype) if name in files.names else tensor
+        name: files.read(name, tensor.shape).to(tensor.dtype) if files.has_tensor(name) else tensor
         for name, tensor in found.untrained.items()
     }
-    return replace(found, untrained=read)
+    return replace(found, untrained=read, unused_weights=files.unused_names)
 
 
 def _names_function(source: str) -> bool:
