@@ -78,6 +78,16 @@ def test_written_files_open_in_the_class(kind, tmp_path):
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.parametrize("kind", ["stablelm", "gemma3"])
+def test_values_are_not_rounded_to_the_type_of_the_first_config(kind, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    module, config = random_class(kind, dtype="bfloat16")
+    save_weights(tmp_path, exported_tensors(module), USER, config)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in module.state_dict().items())
+
+
 def test_a_mapping_without_a_reverse_leaves_the_names_of_the_class(tmp_path):
     from transformers import AutoModelForCausalLM
 

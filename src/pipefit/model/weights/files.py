@@ -249,8 +249,10 @@ def save_weights(
 
 
 def _write_config(path: Path, config: Mapping[str, Any], dtype: str) -> Path:
-    """Write a config.json with the type of the weights and return its path."""
-    replace_file(path, json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n")
+    """Write a config.json with the type of the weights and return its path. `dtype` of the configuration, the type of
+    other weights, is left out, because it has priority over `torch_dtype`."""
+    fields = {name: value for name, value in config.items() if name != "dtype"}
+    replace_file(path, json.dumps({**fields, "torch_dtype": dtype}, indent=2) + "\n")
     return path
 
 
