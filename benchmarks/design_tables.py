@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.harness import format_table, load_result, markdown_table
 from benchmarks.schedules.table import tables as schedule_tables
+from benchmarks.weight_files import EQUAL
 
 NUMBERS = "---:"
 """The rule below columns of numbers."""
@@ -260,6 +261,11 @@ def coverage_table() -> str:
         names = [row["model_type"] for row in types if row["state"] == state]
         shown = ", ".join(f"`{name}`" for name in names) if len(names) <= MOST_NAMED else ""
         rows.append((title, str(len(names)), shown))
+    if any(row.get("weights") for row in types):
+        captured = [row for row in types if row["state"] == "captured"]
+        inexact = [f"`{row['model_type']}`" for row in captured if row["weights"] != EQUAL]
+        shown = f"all but {', '.join(inexact)}" if inexact else ""
+        rows.append(("captured, with exact weight files", str(len(captured) - len(inexact)), shown))
     return format_table("causal language models | types | which", rows)
 
 

@@ -3,8 +3,9 @@
 Every model type gets a tiny random configuration of two layers (`tiny_configs.py`). A type without a family of pipefit
 is captured from the class, and planned for four devices as two stages. Its loss and every gradient are compared in
 float64 with the class itself. Then it is trained for two steps by two processes, a stage each, and losses and changes
-of parameters are compared with the class in one process. The reason for a refusal is that of the error message. Each
-type is captured in a process of its own.
+of parameters are compared with the class in one process. Weight files are read as the class's `save_pretrained`
+writes them, and written for its `from_pretrained`; both must be equal to the last bit (`weight_files.py`). The reason
+for a refusal is that of the error message. Each type is captured in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
 from benchmarks.tiny_configs import VOCABULARY, tiny_config
+from benchmarks.weight_files import EQUAL, compare_files
 
 TOKENS, ROWS, STEPS, STAGES = 12, 3, 2, 2
 CPU_S, DATA_BYTES = 120, 12 << 30
@@ -51,6 +53,8 @@ class TypeResult:
     "The largest relative difference of the loss or a gradient from those of the class, in float64."
     trained: float | None = None
     "The same of two losses and of the changes of parameters, trained by two processes with SGD."
+    weights: str = ""
+    "Weight files of a captured type, read and written: `exact`, or the reason that they are not."
     reason: str = ""
     "The reason of a refusal."
 
@@ -63,7 +67,7 @@ def main() -> int:
 
 
 def measure_types(arguments: Namespace) -> Outcome:
-    """Return the results of all types. A captured type that is not exact misses the target."""
+    """Return the results of all types. A captured type that is not exact misses the target, as do its weight files."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a class that asks the network for files would wait for it
     import transformers
 
@@ -74,7 +78,8 @@ def measure_types(arguments: Namespace) -> Outcome:
     for result in run_types(kinds):
         results.append(result)
         shown = ["" if value is None else f"{value:.1e}" for value in (result.difference, result.trained)]
-        table.print_row(result.model_type, result.state, result.layers or "", *shown, note=f"  {result.reason}")
+        note = result.reason or ("" if result.weights in ("", EQUAL) else f"weight files: {result.weights}")
+        table.print_row(result.model_type, result.state, result.layers or "", *shown, note=f"  {note}")
     counts = Counter(result.state for result in results)
     print(", ".join(f"{state}: {counts[state]}" for state in STATES), f"of {len(results)}")
     exact = all(is_exact(result) for result in results)
@@ -86,10 +91,12 @@ def measure_types(arguments: Namespace) -> Outcome:
 
 
 def is_exact(result: TypeResult) -> bool:
-    """Return whether a type is not captured, or its gradients and its training are those of the class."""
+    """Return whether a type is not captured, or its gradients, training and weight files are those of the class."""
     if result.state != "captured":
         return True
-    return result.difference is not None and result.trained is not None and result.difference <= EXACT >= result.trained
+    if result.weights != EQUAL or result.difference is None or result.trained is None:
+        return False
+    return result.difference <= EXACT >= result.trained
 
 
 def all_types() -> list[str]:
@@ -187,7 +194,8 @@ def measure_here(kind: str) -> tuple[TypeResult, Any]:
         training = class_training(example, model)
     except PipefitError as error:
         return TypeResult(model_type=kind, state="refused", reason=first_line(error)), None
-    result = TypeResult(model_type=kind, state="captured", layers=len(model.layers), difference=difference)
+    layers, weights = len(model.layers), compare_files(tiny_config(kind))
+    result = TypeResult(model_type=kind, state="captured", layers=layers, difference=difference, weights=weights)
     return result, training
 
 

@@ -51,6 +51,8 @@ BY_TYPE: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "intermediate_size": [48, 48],
                      "activation_sparsity_pattern": [0.5, 0.0]},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCABULARY},
+    "inkling2_text": {"unpadded_vocab_size": VOCABULARY},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 4},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.model_coverage import ASKED, EXACT, all_types
+from benchmarks.weight_files import EQUAL
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS, TRIED = 6, (0, 3)
@@ -28,6 +29,7 @@ def test_types_are_planned_and_trained_as_recorded(part: int, tmp_path: Path) ->
     rows = json.loads(result.read_text())["types"]
     for row in rows:
         assert row["state"] != "captured" or max(row["difference"], row["trained"]) <= EXACT, row
+        assert row["state"] != "captured" or row["weights"] == EQUAL, row
     states = {row["model_type"]: row["state"] for row in rows}
     recorded = {row["model_type"]: row["state"] for row in committed_result()["types"]}
     assert states == {kind: recorded[kind] for kind in kinds}
