@@ -20,10 +20,10 @@ from pipefit.model.registry import USER, open_model, resolve_model
 
 EXACT = 1e-9
 TYPES = ("stablelm", "olmo3", "afmoe", "mamba2", "mpt", "xglm", "gemma3", "llama4_text", "recurrent_gemma", "gpt_neo",
-         "longcat_flash", "dbrx")  # fmt: skip
+         "longcat_flash", "dbrx", "cpmant")  # fmt: skip
 """Partial rotary positions; windows; experts; a state-space model; ALiBi; learned dropout of flattened rows; numbers
 placed by a mask; complex rotary positions; copies in place; a number made on the device; experts with loops of their
-own."""
+own; indices that are computed."""
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -73,7 +73,7 @@ _DROPPED = ("layout", "pin_memory", "memory_format")
 
 
 def _emit_result(emitter: GraphEmitter, node: Any, value: Any, call: Mapping[str, Any], inputs: list[str]) -> str:
-    shape = tuple(emitter.convert_size(size) for size in value.shape)
+    shape = tuple(emitter.convert_size(size, node) for size in value.shape)
     attributes = {**call, "shape": list(shape), "dtype": emitter.dtype_name(value.dtype)}
     shapes = [emitter.shape_of(name) for name in inputs]
     if split_labels(attributes, shapes) is None:
@@ -222,16 +222,6 @@ def _convert_index_put(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
         raise UnconvertibleError(f"numbers placed by index{line_of(node)}")
     names = tuple(emitter.value_name(item) for item in (indices[0], value, x))
     return emit_choice(emitter, names, shape, dtype)
-
-
-@converts_any("aten.embedding")
-def _convert_embedding(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    weight, tokens = args[:2]
-    padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
-    if any(args[3:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
-        raise UnconvertibleError(f"an embedding with scale_grad_by_freq or sparse gradients{line_of(node)}")
-    attributes = {} if padding in (-1, None) else {"padding": int(padding)}
-    return emitter.emit_like(node, "embedding", (emitter.value_name(tokens), emitter.value_name(weight)), attributes)
 
 
 @converts_any("aten.instance_norm")

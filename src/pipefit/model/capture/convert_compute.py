@@ -36,9 +36,11 @@ def _convert_matmul(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
 @register_converter("aten.embedding")
 def _convert_embedding(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     weight, tokens = args[:2]
-    if len(args) > 2 and args[2] not in (-1, None):
-        raise UnconvertibleError(f"an embedding with padding_idx{line_of(node)}")
-    return emitter.emit_like(node, "embedding", (emitter.value_name(tokens), emitter.value_name(weight)))
+    padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+    if any(args[3:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
+        raise UnconvertibleError(f"an embedding with scale_grad_by_freq or sparse gradients{line_of(node)}")
+    attributes = {} if padding in (-1, None) else {"padding": int(padding)}
+    return emitter.emit_like(node, "embedding", (emitter.value_name(tokens), emitter.value_name(weight)), attributes)
 
 
 @register_converter("aten.rms_norm")
@@ -112,11 +114,10 @@ def _convert_binary(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
     if kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode"):
         raise UnconvertibleError(f"{kind} with alpha or rounding{line_of(node)}")
     a, b = (_plain_number(emitter, item) for item in args)
-    if isinstance(b, (int, float)):
-        number = b if isinstance(b, int) and emitter.node_dtype(node) == "int64" else float(b)
-        return emitter.emit_like(node, kind, (emitter.value_name(a), ""), {"scalar": number})
-    if isinstance(a, (int, float)) and kind in ("add", "mul"):
-        return emitter.emit_like(node, kind, (emitter.value_name(b), ""), {"scalar": float(a)})
+    for tensor, number in ((a, b), (b, a) if kind in ("add", "mul") else (a, b)):
+        if isinstance(number, (int, float)):  # an integer result keeps its type only with an integer
+            scalar = number if isinstance(number, int) and emitter.node_dtype(node).startswith("int") else float(number)
+            return emitter.emit_like(node, kind, (emitter.value_name(tensor), ""), {"scalar": scalar})
     if not (hasattr(a, "meta") and hasattr(b, "meta")) or is_number(a.meta["val"]) or is_number(b.meta["val"]):
         raise UnconvertibleError(f"{kind} with a size as a number{line_of(node)}")
     return emitter.emit_like(node, kind, (emitter.value_name(a), emitter.value_name(b)))
@@ -131,7 +132,8 @@ def _plain_number(emitter: GraphEmitter, item: Any) -> Any:
 @register_converter("aten.rsub")
 def _convert_rsub(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     negative = emitter.emit_like(node, "neg", (emitter.value_name(args[0]),))
-    return emitter.emit_like(node, "add", (negative, ""), {"scalar": float(args[1])})
+    number = args[1] if emitter.node_dtype(node).startswith("int") else float(args[1])
+    return emitter.emit_like(node, "add", (negative, ""), {"scalar": number})
 
 
 @register_converter("aten.pow", "aten.square")

@@ -174,7 +174,7 @@ def _convert_broadcast(emitter: GraphEmitter, node: Any, args: list[Any], kwargs
     """Expand tensors to their common broadcast shape."""
     expanded = []
     for item in args[0]:
-        shape = tuple(emitter.convert_size(size) for size in node.meta["val"][0].shape)
+        shape = tuple(emitter.convert_size(size, node) for size in node.meta["val"][0].shape)
         name = emitter.value_name(item)
         if emitter.node_shape(item) != shape:
             name = emitter.emit("expand", (name,), shape, emitter.node_dtype(item), {"shape": list(shape)})

@@ -117,11 +117,11 @@ class GraphEmitter:
 
     def node_shape(self, node: Any) -> Shape:
         """The shape of the exported node in pipefit's symbols."""
-        return tuple(self.convert_size(size) for size in node.meta["val"].shape)
+        return tuple(self.convert_size(size, node) for size in node.meta["val"].shape)
 
-    def convert_size(self, size: Any) -> Size:
+    def convert_size(self, size: Any, node: Any = None) -> Size:
         """Convert a size of the export: a number, or a product of symbols. Raises UnconvertibleError for any other
-        size."""
+        size, with the line of `node`."""
         if isinstance(size, int):
             return size
         expression = getattr(size, "node", size).expr
@@ -133,7 +133,10 @@ class GraphEmitter:
             elif factor.is_Integer and power == 1:
                 factors.append(int(factor))
             else:
-                raise UnconvertibleError(f"the size {expression} is not a product of rows, tokens and numbers")
+                line = line_of(node) if node is not None else ""
+                raise UnconvertibleError(
+                    f"a size that is not a product of rows, tokens and numbers ({expression}){line}"
+                )
         return multiply_sizes(*factors)
 
     def node_dtype(self, node: Any) -> str:
