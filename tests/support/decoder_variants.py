@@ -1,6 +1,6 @@
 """Small configurations of the model types in `families/decoder/types`, in the words of a Hugging Face config.json.
 
-`pad_token_id` is absent: `transformers` gives the row of that token no gradient.
+Tests draw tokens below 61; `test_class_defaults.py` has the padding token, whose row gets no gradient.
 """
 
 from __future__ import annotations

@@ -7,12 +7,34 @@ from typing import Any
 
 from pipefit.errors import ModelError, UnsupportedModelError
 
+FIELD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cohere": {"pad_token_id": 0},
+    "cohere2": {"pad_token_id": 0},
+    "deepseek_v2": {"n_shared_experts": 2, "moe_intermediate_size": 1407},
+    "gemma": {"head_dim": 256, "pad_token_id": 0},
+    "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0},
+    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0},
+    "glm4": {"head_dim": 128, "num_key_value_heads": 2, "pad_token_id": 151329},
+    "glm4_moe": {"num_key_value_heads": 8, "moe_intermediate_size": 1408},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "olmo2": {"pad_token_id": 1},
+    "opt": {"pad_token_id": 1},
+    "phi3": {"pad_token_id": 32000},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768},
+    "smollm3": {"pad_token_id": 128004},
+    "starcoder2": {"num_key_value_heads": 2, "initializer_range": 0.018042},
+}
+"""Model type -> defaults that the configuration class of `transformers` has where most classes have other ones."""
+
 
 class ConfigFields:
-    """The fields of one config.json."""
+    """The fields of one config.json, with the defaults of its model type for absent fields."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
+        defaults = FIELD_DEFAULTS.get(str(config.get("model_type")), {})
+        self.config: Mapping[str, Any] = {**defaults, **config}
         self.where = where
 
     def first_value(self, *names: str, default: Any = None) -> Any:
@@ -42,6 +64,14 @@ class ConfigFields:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
             raise self.wrong_field(names[0], value, "a number, zero or more")
         return float(value)
+
+    def read_padding(self, vocab_size: int) -> int | None:
+        """Return the token whose row of the embedding gets no gradient, or None: `pad_token_id`, as
+        `torch.nn.Embedding` reads it."""
+        token = self.config.get("pad_token_id")
+        if isinstance(token, bool) or not isinstance(token, int) or not -vocab_size <= token < vocab_size:
+            return None
+        return token % vocab_size
 
     def read_flag(self, name: str, default: bool) -> bool:
         value = self.first_value(name, default=default)

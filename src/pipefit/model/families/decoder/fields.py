@@ -64,16 +64,19 @@ def usual_options(
     *,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     mlp_size: tuple[str, int | None] = ("intermediate_size", None),
+    padded: bool = True,
 ) -> dict[str, Any]:
     """Return the options of `DecoderOptions` without a default, but `norm`, from the fields that nearly all decoders
     have: full attention with the usual scale, and rotary positions in every layer.
 
-    `activation` and `mlp_size` are the name and the default of a field.
+    `activation` and `mlp_size` are the name and the default of a field. `padded`: whether the row of the padding token
+    gets no gradient.
     """
     hidden, heads, groups, head_dim = read_attention_sizes(fields, groups_name)
-    layers = fields.read_count("num_hidden_layers")
+    layers, vocab_size = fields.read_count("num_hidden_layers"), fields.read_count("vocab_size")
     return {
-        "vocab_size": fields.read_count("vocab_size"),
+        "vocab_size": vocab_size,
+        "padding": fields.read_padding(vocab_size) if padded else None,
         "hidden_size": hidden,
         "layers": layers,
         "heads": heads,

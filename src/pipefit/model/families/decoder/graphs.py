@@ -75,7 +75,8 @@ def _write_embedding(options: DecoderOptions) -> Graph:
         writer.declare("embed_positions.weight", options.position_rows, options.hidden_size)
     offset = options.position_offset if positions else 0
     places = writer.write("add", ("positions", ""), source, scalar=offset) if offset else "positions"
-    x = writer.write("embedding", ("tokens", "embed_tokens.weight"), "embed_tokens (Embedding)")
+    padding = {} if options.padding is None else {"padding": options.padding}
+    x = writer.write("embedding", ("tokens", "embed_tokens.weight"), "embed_tokens (Embedding)", **padding)
     x = scale_value(writer, x, options.embedding_scale, source)
     if positions:
         learned = writer.write("embedding", (places, "embed_positions.weight"), "embed_positions (Embedding)")

@@ -34,7 +34,7 @@ class DecoderEmbed(nn.Module):
 
     def __init__(self, options: DecoderOptions) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size)
+        self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size, options.padding)
         self.scale = options.embedding_scale
         self.embedding_norm = make_norm(options) if options.embedding_norm else nn.Identity()
         self.dropout = make_dropout(options.embedding_dropout)

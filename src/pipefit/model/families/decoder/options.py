@@ -147,3 +147,5 @@ class DecoderOptions:
     residual_dropout: float = 0.0
     tied: bool = False
     "Whether the output projection is the table of tokens."
+    padding: int | None = None
+    "The token whose row of the table gets no gradient from the embedding."

@@ -53,6 +53,8 @@ class LlamaConfig:
     rotary_dim: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    pad_token_id: int | None
+    "The token whose row of the embedding gets no gradient."
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -103,6 +105,7 @@ class LlamaConfig:
             mlp_bias=self.mlp_bias,
             experts=experts if self.experts else None,
             tied=self.tie_word_embeddings,
+            padding=self.pad_token_id,
         )
 
     def to_config(self) -> dict[str, Any]:
@@ -126,6 +129,8 @@ class LlamaConfig:
             "initializer_range": self.initializer_range,
             "sliding_window": sliding,
         }
+        if self.pad_token_id is not None:
+            config["pad_token_id"] = self.pad_token_id
         if self.rotary_dim != self.head_dim:
             config["partial_rotary_factor"] = self.rotary_dim / self.head_dim
         if self.model_type.startswith("qwen"):
@@ -166,13 +171,15 @@ def read(config: Mapping[str, Any], where: str) -> LlamaConfig:
     model_type = str(config["model_type"])
     hidden, heads, groups, head_dim = read_attention_sizes(fields)
     layers = fields.read_count("num_hidden_layers")
-    theta, scaling, rotary_dim = read_rope(fields, head_dim)
+    default_theta = 1e6 if model_type == "mixtral" else 10000.0
+    theta, scaling, rotary_dim = read_rope(fields, head_dim, theta=("rope_theta", default_theta))
     warn_of_dropout(fields)
     experts, top_k, expert_size, normalize, sparse = _expert_sizes(fields, model_type, layers)
     bias = fields.read_flag("attention_bias", default=False) and model_type in ("llama", "qwen3", "qwen3_moe")
+    vocab_size = fields.read_count("vocab_size")
     return LlamaConfig(
         model_type=model_type,
-        vocab_size=fields.read_count("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=fields.read_count("intermediate_size"),
         num_hidden_layers=layers,
@@ -186,6 +193,7 @@ def read(config: Mapping[str, Any], where: str) -> LlamaConfig:
         rotary_dim=rotary_dim,
         max_position_embeddings=fields.read_count("max_position_embeddings", default=2048),
         tie_word_embeddings=fields.read_flag("tie_word_embeddings", default=False),
+        pad_token_id=fields.read_padding(vocab_size),
         qkv_bias=bias or model_type == "qwen2",
         output_bias=bias,
         mlp_bias=fields.read_flag("mlp_bias", default=False) and model_type == "llama",

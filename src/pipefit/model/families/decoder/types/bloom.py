@@ -54,7 +54,8 @@ def _bloom_sizes(fields: RecordedFields) -> dict[str, Any]:
         "vocab_size": fields.read_count("vocab_size"),
     }
     sizes |= {"intermediate_size": 4 * sizes["hidden_size"]}
-    return usual_options(RecordedFields({**sizes, "hidden_act": "gelu_pytorch_tanh"}, fields.where))
+    inner = RecordedFields({**sizes, "hidden_act": "gelu_pytorch_tanh"}, fields.where)
+    return usual_options(inner, padded=False)
 
 
 FAMILY = decoder_family("bloom", read_bloom)

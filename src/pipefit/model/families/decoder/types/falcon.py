@@ -62,7 +62,7 @@ def _falcon_sizes(fields: RecordedFields) -> dict[str, Any]:
         inner.record = fields.record
     size = 4 * fields.read_count("hidden_size")
     options = usual_options(
-        inner, "num_kv_heads", activation=("activation", "gelu"), mlp_size=("ffn_hidden_size", size)
+        inner, "num_kv_heads", activation=("activation", "gelu"), mlp_size=("ffn_hidden_size", size), padded=False
     )
     del fields.record["head_dim"]
     return options

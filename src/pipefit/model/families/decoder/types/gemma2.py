@@ -41,7 +41,7 @@ def read_gemma2(config: Mapping[str, Any], where: str) -> DecoderConfig:
 
 def gemma_fields(config: Mapping[str, Any], where: str) -> RecordedFields:
     """Return the fields of a later Gemma, with its defaults of sizes."""
-    return RecordedFields({"num_key_value_heads": 4, "head_dim": 256, **config}, where)
+    return RecordedFields(config, where)
 
 
 def gemma_options(fields: RecordedFields, caps: tuple[float, float]) -> dict[str, Any]:

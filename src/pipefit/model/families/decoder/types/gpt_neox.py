@@ -30,7 +30,7 @@ _MODULES = {
 def read_gpt_neox(config: Mapping[str, Any], where: str) -> DecoderConfig:
     """Return the configuration of a GPT-NeoX. Raises ModelError."""
     fields = RecordedFields({"hidden_act": "gelu", **config}, where)
-    options = usual_options(fields)
+    options = usual_options(fields, padded=False)
     require_ungrouped(fields, options, "GPT-NeoX")
     bias = fields.read_flag("attention_bias", default=True)
     warn_of_dropout(fields)
