@@ -1,11 +1,12 @@
 """Coverage of the causal language models of `transformers`: native, captured from the library's class, or refused.
 
-Every model type gets a tiny random configuration of two layers (`tiny_configs.py`). A type without a family of pipefit
-is captured from the class, and planned for four devices as two stages. Its loss and every gradient are compared in
+Every model type gets a tiny random configuration of two layers (`tiny_configs.py`), and is planned for four devices as
+two stages. A type without a family of pipefit is captured from the class. Its loss and every gradient are compared in
 float64 with the class itself. Then it is trained for two steps by two processes, a stage each, and losses and changes
-of parameters are compared with the class in one process. Weight files are read as the class's `save_pretrained`
-writes them, and written for its `from_pretrained`; both must be equal to the last bit (`weight_files.py`). The reason
-for a refusal is that of the error message. Each type is captured in a process of its own.
+of parameters are compared with the class in one process. Weight files of a captured type are read as the class's
+`save_pretrained` writes them, and written for its `from_pretrained`; both must be equal to the last bit
+(`weight_files.py`). The reason for a refusal and the next step are those of the error message. Each type is measured in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class TypeResult:
     "Weight files of a captured type, read and written: `exact`, or the reason that they are not."
     reason: str = ""
     "The reason of a refusal."
+    next_step: str = ""
+    "The next step by the message of a refusal."
 
 
 def main() -> int:
@@ -67,7 +70,7 @@ def main() -> int:
 
 
 def measure_types(arguments: Namespace) -> Outcome:
-    """Return the results of all types. A captured type that is not exact misses the target, as do its weight files."""
+    """Return the results of all types. A planned type that is not exact misses the target, as do its weight files."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a class that asks the network for files would wait for it
     import transformers
 
@@ -91,10 +94,10 @@ def measure_types(arguments: Namespace) -> Outcome:
 
 
 def is_exact(result: TypeResult) -> bool:
-    """Return whether a type is not captured, or its gradients, training and weight files are those of the class."""
-    if result.state != "captured":
+    """Return whether a type is not planned, or its gradients, training and weight files are those of the class."""
+    if result.state not in ("native", "captured"):
         return True
-    if result.weights != EQUAL or result.difference is None or result.trained is None:
+    if result.difference is None or result.trained is None or result.weights not in ("", EQUAL):
         return False
     return result.difference <= EXACT >= result.trained
 
@@ -117,13 +120,10 @@ def run_types(kinds: Sequence[str]) -> Iterator[TypeResult]:
         warm_up(captured[0])
     pool = None
     for kind in kinds:
-        if kind not in captured:
-            yield TypeResult(model_type=kind, state="native")
-            continue
         result, training = measure_apart(kind)
         if training is not None:
             pool = pool if pool is not None and pool.alive else Pool(STAGES)
-            result = train_apart(pool, result, *training)
+            result = train_apart(pool, result, training)
         yield result
     if pool is not None:
         pool.close()
@@ -139,8 +139,7 @@ def warm_up(kind: str) -> None:
 
 
 def measure_apart(kind: str) -> tuple[TypeResult, Any]:
-    """Return the result of a captured type, and the training to compare, measured by a process with limits of time and
-    memory."""
+    """Return the result of a type and the training to compare, measured by a process with limits of time and memory."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -175,25 +174,38 @@ def _answer_parent(kind: str, writer: int) -> None:
 
 
 def measure_here(kind: str) -> tuple[TypeResult, Any]:
-    """Return the result of a type without a family, and its training if it is captured."""
+    """Return the result of a type, and its training if it is planned."""
     from pipefit.errors import PipefitError
+    from pipefit.model.families import family_of_type
+
+    try:
+        if family_of_type(kind) is None:
+            return measure_captured(kind)
+        from benchmarks.native_types import measure_native
+
+        layers, difference, training = measure_native(kind)
+    except PipefitError as error:
+        refusal = {"reason": first_line(error), "next_step": error.next_step or ""}
+        return TypeResult(model_type=kind, state="refused", **refusal), None
+    return TypeResult(model_type=kind, state="native", layers=layers, difference=difference), training
+
+
+def measure_captured(kind: str) -> tuple[TypeResult, Any]:
+    """Return the result of a type without a family, and its training. Raises PipefitError."""
     from pipefit.model.capture.whole import capture_whole
 
     try:
         example = tiny_example(kind)
     except Exception as error:
         return TypeResult(model_type=kind, state="no tiny model", reason=first_line(error)), None
-    try:
+    model = capture_whole(example, kind)
+    plan_stages(model)
+    drops = any(operator.kind == "dropout" for graph in model.graphs.values() for operator in graph.operators)
+    if drops:
+        example = tiny_example(kind, dropout=False)
         model = capture_whole(example, kind)
-        plan_stages(model)
-        drops = any(operator.kind == "dropout" for graph in model.graphs.values() for operator in graph.operators)
-        if drops:
-            example = tiny_example(kind, dropout=False)
-            model = capture_whole(example, kind)
-        difference = class_difference(example, model)
-        training = class_training(example, model)
-    except PipefitError as error:
-        return TypeResult(model_type=kind, state="refused", reason=first_line(error)), None
+    difference = class_difference(example, model)
+    training = class_training(example, model)
     layers, weights = len(model.layers), compare_files(tiny_config(kind))
     result = TypeResult(model_type=kind, state="captured", layers=layers, difference=difference, weights=weights)
     return result, training
@@ -248,16 +260,16 @@ def class_difference(example: Any, model: Any) -> float:
 
 
 def class_training(example: Any, model: Any) -> Any:
-    """Return (plan, material, losses, parameters) of a training: the plan of two stages, its input for the processes,
-    and the losses and parameters of the class in one process."""
+    """Return (function, plan, material, losses, parameters) of a training: the function of the processes, the plan of
+    two stages, its input for the processes, and the losses and parameters of the class in one process."""
     import torch
-    from tests.support.whole_cases import Whole
+    from tests.support.whole_cases import Whole, train_whole
 
     torch.manual_seed(1)
     case = Whole(example, classes=VOCABULARY, sequence=TOKENS, optimizer="sgd", model=model)
     plan = case.plan(stages=STAGES, microbatches=2)
     with float64_default():
-        return plan, case.material, *case.reference(plan, STEPS)
+        return train_whole, plan, case.material, *case.reference(plan, STEPS)
 
 
 @contextlib.contextmanager
@@ -272,14 +284,15 @@ def float64_default() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def train_apart(pool: Any, result: TypeResult, plan: Any, material: Any, losses: Any, wanted: Any) -> TypeResult:
+def train_apart(pool: Any, result: TypeResult, training: Any) -> TypeResult:
     """Return the result of a type after a training by the processes of the pool."""
-    from tests.support import whole_cases
     from tests.support import worker_cases as cases
+
+    function, plan, material, losses, wanted = training
 
     try:
         pool.run(cases.prepare, [(plan, material[0])], ranks=STAGES)
-        ours, parameters, _ = pool.run(whole_cases.train_whole, plan, *material, STEPS, ranks=STAGES)[0]
+        ours, parameters = pool.run(function, plan, *material, STEPS, ranks=STAGES)[0][:2]
         pool.run(cases.forget_groups, ranks=STAGES)
     except AssertionError as error:
         reason = str(error).strip().splitlines()[-1]

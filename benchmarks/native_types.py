@@ -18,7 +18,7 @@ from tests.support.in_float64 import AllInFloat64
 from tests.support.whole_cases import SGD, stock_optimizer
 from tests.support.whole_runs import feed_of, run_whole
 
-from benchmarks.model_coverage import EXACT, ROWS, STAGES, STEPS, TOKENS, float64_default, plan_stages
+from benchmarks.model_coverage import ROWS, STAGES, STEPS, TOKENS, float64_default, plan_stages
 from benchmarks.tiny_configs import VOCABULARY, tiny_config
 from pipefit.cluster import local_cluster
 from pipefit.data.stepplan import StepPlan, batch_shape
