@@ -1,4 +1,5 @@
-"""Examples of operators in short: `op_cases.py`, `image_cases.py` and `packed_cases.py` have them all."""
+"""Examples of operators in short. `op_cases.py` has them all; some are in `delta_cases.py`, `image_cases.py` and
+`packed_cases.py`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.support import image_cases, packed_cases
+from tests.support import delta_cases, image_cases, packed_cases
 from tests.support.op_case import make_example
 
 from pipefit.testing.operator_example import ROWS, TOKENS, OperatorExample
@@ -364,6 +364,7 @@ CASES: list[OperatorExample] = [
         parameters=frozenset("w"),
     ),
     make_example("einsum", {"a": ("B", "T", 5), "b": None}, lambda a, b: a.transpose(1, 2), {"equation": "btd->bdt"}),
+    *delta_cases.CASES,
     *image_cases.CASES,
     *packed_cases.CASES,
     _aten_case("glu.default", lambda x: x[..., :5] * torch.sigmoid(x[..., 5:]), shape=["B", "T", 5]),

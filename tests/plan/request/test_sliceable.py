@@ -173,7 +173,8 @@ def layer_of(*steps):
     tensors, operators = [x], []
     for index, (kind, shape, attributes) in enumerate(steps):
         name = tensors[-1].name
-        inputs = (name, "w") if kind == "linear" else (name, name) if kind in ("matmul", "concat") else (name,)
+        repeats = {"matmul": 2, "concat": 2, "gated_delta": 5}.get(kind, 1)
+        inputs = (name, "w") if kind == "linear" else (name,) * repeats
         tensors.append(TensorSpec(name=f"t{index}", shape=shape))
         operators.append(Operator(kind=kind, inputs=inputs, outputs=(f"t{index}",), attributes=attributes))
     graph = Graph(
@@ -206,7 +207,10 @@ MIXED = {
     "concat along the tokens": [("concat", ("B", "2*T", 16), {"dim": 1})],
     "rms_norm along the tokens": [TURNED, ("rms_norm", ("B", 16, "T"), {})],
     "matmul that sums over tokens": [TURNED, ("matmul", ("B", 16, "T"), {})],
-}
+    "gated_delta that reads all earlier tokens": [
+        reshape("B", "T", 4, 4), ("gated_delta", ("B", "T", 4, 4), {"chunk": 4, "scale": 0.5, "norm_eps": None}),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EACH_TOKEN)

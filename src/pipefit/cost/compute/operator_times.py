@@ -55,10 +55,13 @@ def operator_times(
     if operator.kind == "unshard" or operator.kind in BACKWARD_COLLECTIVE:
         return said_s
     works = operator_work(graph, operator, symbols, precision)
+    known = KINDS[operator.kind]
+    counts = (1, 1, 1)
+    if known.kernels is not None:
+        counts = (*known.kernels(operator_call(graph, operator, symbols, COMPUTE_BYTES[precision])), 1)
     forward_s, input_s, weight_s = (
-        (0.0 if work is None else kernel_time(work, KINDS[operator.kind], kind, precision).seconds + kind.overhead_s)
-        + more_s
-        for work, more_s in zip(works, said_s, strict=True)
+        (0.0 if work is None else kernel_time(work, known, kind, precision).seconds + count * kind.overhead_s) + more_s
+        for work, count, more_s in zip(works, counts, said_s, strict=True)
     )
     return forward_s, input_s, weight_s
 

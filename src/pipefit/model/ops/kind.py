@@ -112,6 +112,8 @@ class OperatorKind:
     kernel_traffic: Callable[[OperatorCall], tuple[int, int]] | None = None
     """Bytes of intermediate results that the kernels read and write in (forward, backward), beside inputs and outputs;
     None: none."""
+    kernels: Callable[[OperatorCall], tuple[int, int]] | None = None
+    "Kernels issued in (forward, backward), for an operator whose many small kernels take time to issue; None: one."
     saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _save_nothing
     """Names of the inputs and outputs that the forward saves for the backward. Parameters may be named; they cost
     nothing."""
@@ -170,6 +172,8 @@ class OperatorKind:
     "Makes new features, which can be split although the input is replicated."
     mixes_features: bool = False
     "Combines the elements of the last dimension of input 0."
+    mixes_tokens: bool = False
+    "Combines tokens outside of attention, so that sequences cannot be cut: every token needs complete earlier ones."
     moves_tokens: bool = False
     "Moves tokens between the rows of a sequence and a packed row."
     column_label: str = ""

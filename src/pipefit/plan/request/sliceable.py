@@ -196,6 +196,8 @@ def _mixing_reason(operator: Operator, shapes: Mapping[str, Shape]) -> str:
             return "that sums over tokens"
         if _has_tokens(inputs[1][-1]):
             return "of every token with every other"
+    elif KINDS[kind].mixes_tokens:
+        return "that reads all earlier tokens"
     elif KINDS[kind].mixes_features and _has_tokens(inputs[0][-1]):
         return "along the tokens"
     elif kind in ("softmax", "concat", "slice") and _has_tokens(inputs[0][int(attributes["dim"])]):
