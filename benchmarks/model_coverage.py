@@ -211,22 +211,25 @@ def measure_captured(kind: str) -> tuple[TypeResult, Any]:
     return result, training
 
 
-def tiny_example(kind: str, dropout: bool = True) -> Any:
-    """Return the class of a type with initial values, and example inputs."""
+def tiny_example(kind: str, dropout: bool = True, tokens: int = TOKENS) -> Any:
+    """Return the class of a type with initial values, and example inputs of that many tokens."""
     import torch
 
     from pipefit.model.any_class import FIELDS, library_example
     from pipefit.model.any_class import TOKENS as COUNT
 
     torch.manual_seed(0)
-    example = library_example({"source": kind, FIELDS: tiny_config(kind, dropout), COUNT: TOKENS})
+    example = library_example({"source": kind, FIELDS: tiny_config(kind, dropout), COUNT: tokens})
     if hasattr(example.module, "set_experts_implementation"):
         example.module.set_experts_implementation("eager")  # the only one for float64
     return example
 
 
-def plan_stages(model: Any) -> None:
-    """Plan two stages of two replicas. Raises PipefitError if rows are mixed or the plan is refused."""
+def plan_stages(model: Any, tokens: int = TOKENS) -> None:
+    """Plan two stages of two replicas for rows of `tokens` tokens.
+
+    Raises PipefitError if rows are mixed or the plan is refused.
+    """
     from pipefit.cluster import local_cluster
     from pipefit.plan.evaluate.planner_context import build_plan
     from pipefit.plan.request.decisions import ParallelConfig
@@ -234,7 +237,7 @@ def plan_stages(model: Any) -> None:
     from pipefit.shard.apart import check_row_independence
 
     check_row_independence(model)
-    job = Job(batch=8, sequence=TOKENS, precision="float64")
+    job = Job(batch=8, sequence=tokens, precision="float64")
     decisions = ParallelConfig(stages=STAGES, microbatches=2, replicas=(1, 1))
     build_plan(model, local_cluster(2 * STAGES), job, decisions, name="tiny")
 
@@ -245,12 +248,12 @@ def class_difference(example: Any, model: Any) -> float:
     import torch
     from tests.support.whole_runs import feed_of, reference, run_whole
 
-    draw = torch.Generator().manual_seed(3)
-    inputs = {name: torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=draw) for name in ("input_ids", "labels")}
+    draw, tokens = torch.Generator().manual_seed(3), example.inputs["input_ids"].shape[1]
+    inputs = {name: torch.randint(0, VOCABULARY, (ROWS, tokens), generator=draw) for name in ("input_ids", "labels")}
     with float64_default():
         loss, gradients = reference(example, inputs)
     state = {name: parameter.detach() for name, parameter in example.module.named_parameters()}
-    ours, others = run_whole(None, 0, model, (), (), state, feed_of(model, inputs), ROWS * TOKENS)
+    ours, others = run_whole(None, 0, model, (), (), state, feed_of(model, inputs), ROWS * tokens)
     differences = [abs(ours - loss) / max(1.0, abs(loss))]
     for name, gradient in gradients.items():
         scale = max(float(gradient.abs().max()), 1e-6)

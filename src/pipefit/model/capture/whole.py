@@ -18,6 +18,7 @@ from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, conv
 from pipefit.model.capture.counted import LINEAR_KINDS
 from pipefit.model.capture.cut_layers import cut_layers
 from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch, traced_numbers
+from pipefit.model.capture.library_delta import replace_delta_rules
 from pipefit.model.capture.library_experts import separate_rows
 from pipefit.model.capture.lift import lift_graph
 from pipefit.model.capture.repeated_blocks import find_blocks
@@ -170,7 +171,7 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
     )
     rows = torch.export.Dim("B", min=2, max=1 << 24)
     try:
-        with quiet_torch(), separate_rows(), traced_numbers():
+        with quiet_torch(), separate_rows(), replace_delta_rules(loss_module), traced_numbers():
             program = torch.export.export(
                 loss_module,
                 (values,),
