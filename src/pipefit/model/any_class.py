@@ -89,11 +89,11 @@ def build_class(fields: Mapping[str, Any], where: str = "config.json") -> Any:
                 torch.random.set_rng_state(state)
                 return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         except Exception as error:  # a class may raise anything
-            lines = str(error).strip().splitlines() or [""]
+            reason = " ".join(str(error).split())  # the library's reasons take several lines
             raise ModelError(
                 "The class of `transformers` cannot be built from this configuration.",
                 where=where,
-                seen=f"{type(error).__name__}: {lines[0][:200]}",
+                seen=f"{type(error).__name__}: {reason[:200]}",
                 next_step="correct that field, or give the model as FILE.py:FUNCTION (docs/reference/models.md)",
             ) from None
 

@@ -116,6 +116,7 @@ def test_a_configuration_that_the_class_refuses(tmp_path):
     with pytest.raises(ModelError) as caught:
         open_model(write_config(tmp_path, num_attention_heads="many"), 12)
     assert "cannot be built from this configuration" in caught.value.full_text()
+    assert "'num_attention_heads' expected int, got str (value: 'many')" in caught.value.full_text()
 
 
 def test_without_transformers_the_error_names_the_extra(tmp_path, monkeypatch):
