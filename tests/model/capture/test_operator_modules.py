@@ -70,6 +70,30 @@ def test_a_module_that_fits_its_kind_is_captured() -> None:
     assert operator.inputs == ("x", "inner.weight") and operator.attributes == {"scale": 2.0}
 
 
+def test_a_layer_is_an_operator_module_and_inputs_have_names() -> None:
+    class Mix(OperatorModule):
+        kind = "toy_scale"
+
+        def operator_attributes(self):
+            return {"scale": 2.0}
+
+        def forward(self, first, second):
+            return 2.0 * first * second
+
+    class Swapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = Mix()
+
+        def forward(self, x):
+            return self.mix(second=x, first=-x)
+
+    for layer, inputs in ((Scale(), ("x", "weight")), (Swapped(), ("neg_0", "x"))):
+        (graph,) = capture_layers([layer], x_features=16).graphs.values()
+        (operator,) = [operator for operator in graph.operators if operator.kind == "toy_scale"]
+        assert operator.inputs == inputs
+
+
 FAULTS = {
     "a typo in the kind": (changed(kind="toy_scael"), 1, r"kind = 'toy_scael'(.|\n)*did you mean 'toy_scale'"),
     "no kind": (changed(kind=None), 1, r"kind = None(.|\n)*import the module that registers the kind"),
@@ -89,6 +113,16 @@ FAULTS = {
         changed(operator_parameters=lambda module: ("wieght",)),
         1,
         r"seen: wieght \(no parameter\), weight \(left out\)\n  allowed: all parameters (.|\n)*: weight",
+    ),
+    "parameters without a method": (
+        changed(operator_parameters=("weight",)),
+        1,
+        r"is a method(.|\n)*seen: .* = \('weight',\)\n  allowed: def operator_parameters\(self\): return \('weight',\)",
+    ),
+    "attributes without a method": (
+        changed(operator_attributes={"scale": 2.0}),
+        1,
+        r"`operator_attributes` of an operator module is a method",
     ),
     "three inputs": (Scale(), 2, r"number of inputs(.|\n)*seen: 2 tensors and 1 parameters\n  allowed: .*: x, w"),
 }

@@ -6,8 +6,9 @@ wrong number of arguments. Torch is imported inside the functions.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError, suggest_name
@@ -32,21 +33,22 @@ def replace_operator_modules(module: nn.Module) -> None:
         if not isinstance(child, OperatorModule):
             continue
         where = f"{type(child).__module__}.{type(child).__qualname__}{f' at {path}' if path else ''}"
-        kind, values, names = check_operator_module_fields(child, where)
-        attributes = json.dumps(values, sort_keys=True)
+        child.forward = _leaf_forward(child, where, call_operator)
 
-        def forward(
-            *args: Any,
-            _child: OperatorModule = child,
-            _kind: OperatorKind = kind,
-            _names: tuple[str, ...] = names,
-            _where: str = where,
-            _attributes: str = attributes,
-        ) -> Any:
-            _check_count(len(args), _names, _kind, _where)
-            return call_operator([*args, *map(_child.get_parameter, _names)], _kind.kind, _attributes)
 
-        child.forward = forward
+def _leaf_forward(child: OperatorModule, where: str, call_operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that calls the custom operator. It has the signature of the module's own, which the export of a
+    layer reads, and takes inputs by position or by name."""
+    kind, values, names = check_operator_module_fields(child, where)
+    attributes, signature = json.dumps(values, sort_keys=True), inspect.signature(child.forward)
+
+    def forward(*args: Any, **named: Any) -> Any:
+        tensors = [*args, *(named[name] for name in signature.parameters if name in named)]
+        _check_count(len(tensors), names, kind, where)
+        return call_operator([*tensors, *map(child.get_parameter, names)], kind.kind, attributes)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
 
 
 def check_operator_module_fields(
@@ -72,9 +74,22 @@ def _check_kind(module: OperatorModule, where: str) -> OperatorKind:
     )
 
 
+def _call_method(module: OperatorModule, name: str, where: str) -> Any:
+    """Return the result of a method of a module. Raises ModelError if it is a value in place of a method."""
+    method = getattr(module, name)
+    if callable(method):
+        return method()
+    raise ModelError(
+        f"`{name}` of an operator module is a method.",
+        where=where,
+        seen=f"{name} = {method!r}",
+        allowed=f"def {name}(self): return {method!r}",
+    )
+
+
 def _check_attributes(module: OperatorModule, kind: OperatorKind, where: str) -> dict[str, Any]:
     """Return the attributes of a module. Raises ModelError if the kind declares others."""
-    attributes = module.operator_attributes()
+    attributes = _call_method(module, "operator_attributes", where)
     declared = "; ".join(f"{name}: {meaning}" for name, meaning in kind.attributes.items()) or "none"
     allowed = f"the attributes of the kind {kind.kind} ({declared}), with JSON values"
     if not isinstance(attributes, Mapping):
@@ -99,7 +114,7 @@ def _check_attributes(module: OperatorModule, kind: OperatorKind, where: str) ->
 
 def _check_parameters(module: OperatorModule, where: str) -> tuple[str, ...]:
     """Return the names of the operator's parameters, which are all parameters of the module."""
-    names = tuple(module.operator_parameters())
+    names = tuple(_call_method(module, "operator_parameters", where))
     present = dict(module.named_parameters(remove_duplicate=False))
     if {*names} == {*present}:
         return names
