@@ -16,10 +16,12 @@ from tests.support import worker_plans as plans
 from tests.support.plugin_package import installed, page_examples, write_package
 
 from pipefit.errors import ModelError, PluginError
+from pipefit.model.capture.layers import capture_layers
 from pipefit.model.families import FAMILIES
 from pipefit.model.families.common import OperatorModule
 from pipefit.model.ops import KINDS, OperatorKind, register_operator, table
 from pipefit.model.ops.kind import same_shape, save_input
+from pipefit.plan.request.sliceable import document_obstacles, slicing_obstacles
 from pipefit.plugins import load_plugins
 from pipefit.run.ops import build_step
 from pipefit.shard.megatron import shard_program
@@ -151,6 +153,55 @@ def test_a_check_finds_wrong_values_and_wrong_splits(doubling: str) -> None:
         pytest.raises(AssertionError, match=wrong_shape),
     ):
         check_operator(example(2.0))
+
+
+SHIFT = OperatorKind(kind="toy_shift", summary="x of the token before.", inputs=("x",), shapes=same_shape)
+
+
+class Shift(OperatorModule):
+    kind = "toy_shift"
+
+    def forward(self, x):
+        return x.roll(1, dims=1)
+
+
+SHIFTS = OperatorExample(kind="toy_shift", inputs={"x": ("B", "T", 16)}, reference=Shift().forward, module=Shift())
+
+
+def label_all_but_tokens(operator, inputs, outputs) -> OperatorLabels:
+    labels = ("d0", None, "d2")
+    return replace(label_pointwise(operator, inputs, outputs), inputs=(labels,), outputs=(labels,))
+
+
+def label_tokens_of_the_input(operator, inputs, outputs) -> OperatorLabels:
+    return replace(label_pointwise(operator, inputs, outputs), outputs=(("d0", None, "d2"),))
+
+
+@pytest.mark.parametrize("rule", [label_all_but_tokens, label_tokens_of_the_input])
+def test_an_operator_whose_rule_does_not_split_tokens_is_not_sliced(monkeypatch, rule) -> None:
+    """A rule that splits them wrongly fails the check."""
+    builder = add_module(monkeypatch, "def build(operator, context): return OperatorStep(lambda x: x.roll(1, dims=1))")
+    with temporary_operator(SHIFT, rule=label_all_but_tokens, builder=builder):
+        check_operator(SHIFTS)
+    with temporary_operator(SHIFT, rule=rule, builder=builder):
+        model = capture_layers([Shift()], x_features=16)
+        (sliced,), (apart,) = slicing_obstacles(model), document_obstacles(model)
+    assert "its rule does not split the tokens, so it may mix them" in sliced.what
+    assert "toy_shift, whose tokens have the labels" in str(sliced) and "None" in str(sliced.seen)
+    assert "Documents cannot be kept apart" in apart.what
+    with temporary_operator(SHIFT, rule=label_pointwise, builder=builder):
+        assert not [*slicing_obstacles(capture_layers([Shift()], x_features=16))]
+        with pytest.raises(AssertionError, match="toy_shift, split along d1: another result"):
+            check_operator(SHIFTS)
+
+
+def test_a_label_with_dependent_parts_does_not_make_tokens_separate(squaring: str) -> None:
+    def label_dependent(operator, inputs, outputs) -> OperatorLabels:
+        return replace(label_pointwise(operator, inputs, outputs), kinds={"d1": "toy_square"})
+
+    with temporary_operator(SQUARE, rule=label_dependent, builder=squaring):
+        (obstacle,) = slicing_obstacles(capture_layers([Square()], x_features=16))
+    assert "whose tokens have the labels d1" in str(obstacle)
 
 
 def wrong_labels(operator, inputs, outputs) -> OperatorLabels:

@@ -3,7 +3,8 @@
 A slice runs forward before later slices, and depends on earlier ones through causal attention alone. All other
 operators must work on each token separately, and must not draw random numbers that depend on the cut. Dropout here is
 keyed by token position, and experts drop no token and have no auxiliary loss, so both can be sliced. For an opaque
-layer, only its class (`tokenwise`) and the PyTorch modules inside it are known.
+layer, only its class (`tokenwise`) and the PyTorch modules inside it are known. An operator of a plug-in works on each
+token separately if its rule splits the tokens, which `pipefit.testing.operators.check_operator` verifies.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
 from pipefit.model.graph import Graph, Model, Operator, Shape, Size, shapes_of, size_factors, size_value
 from pipefit.model.ops import KINDS
+from pipefit.model.ops.table import PLUGINS
 from pipefit.plan.types import Plan
 from pipefit.shard.choice import SEQUENCES
+from pipefit.shard.rules import labels_of
 
 TOKENS = "T"
 """The symbol of the tokens of a slice in the shapes of a graph."""
@@ -169,6 +172,8 @@ def layer_obstacles(graph: Graph, where: str, sees_later: bool = False) -> Itera
                     allowed="one slice: the whole sequence",
                     next_step="leave out the slices, or make the attention causal",
                 )
+        elif operator.kind in PLUGINS:
+            yield from _plugin_obstacles(operator, shapes, where)
         elif mixed := _mixing_reason(operator, shapes):
             yield PlanError(
                 "A layer that mixes tokens outside of attention cannot be cut into slices: it would see only the "
@@ -183,6 +188,30 @@ def layer_obstacles(graph: Graph, where: str, sees_later: bool = False) -> Itera
 
 def _operator_location(where: str, operator: Operator) -> str:
     return f"{where}, {operator.source}" if operator.source else where
+
+
+def _plugin_obstacles(operator: Operator, shapes: Mapping[str, Shape], where: str) -> Iterator[PlanError]:
+    """Yield an error unless the rule of a plug-in's operator gives all tokens one label, of independent parts."""
+    inputs = tuple(shapes[name] if name else None for name in operator.inputs)
+    outputs = tuple(shapes[name] for name in operator.outputs)
+    labelled = labels_of(operator, inputs, outputs)
+    pairs = zip((*inputs, *outputs), (*labelled.inputs, *labelled.outputs), strict=True)
+    labels = {
+        label
+        for shape, dims in pairs
+        if shape is not None
+        for size, label in zip(shape, dims or (None,) * len(shape), strict=True)
+        if _has_tokens(size)
+    }
+    if len(labels) > 1 or labels & {None, *labelled.kinds, *labelled.joint}:
+        yield PlanError(
+            "A plug-in's operator cannot be cut into slices: its rule does not split the tokens, so it may mix them.",
+            where=_operator_location(where, operator),
+            seen=f"{operator.kind}, whose tokens have the labels {', '.join(sorted(map(str, labels)))}",
+            allowed="one slice: the whole sequence",
+            next_step="leave out the slices; or, if every token is computed separately, give the tokens of all inputs "
+            "and outputs one label in the rule (docs/how-to/add-an-operator.md)",
+        )
 
 
 def _mixing_reason(operator: Operator, shapes: Mapping[str, Shape]) -> str:
