@@ -47,6 +47,26 @@ class OperatorExample:
     module: OperatorModule | None = None
     "The module that layers use, if it is to be checked. Its parameters get the values of the example."
 
+    def __post_init__(self) -> None:
+        for name in ("parameters", "integers", "fixed_values"):
+            unknown = [key for key in getattr(self, name) if key not in self.inputs]
+            if unknown:
+                raise ModelError(
+                    "An operator example names an input that it does not have.",
+                    where=f"OperatorExample.{name}",
+                    seen=", ".join(unknown),
+                    allowed=", ".join(self.inputs),
+                    next_step="give the shape of every input, parameters included, in `inputs`",
+                )
+        if self.module is not None and not isinstance(self.module, OperatorModule):
+            name = getattr(self.module, "__name__", type(self.module).__name__)
+            raise ModelError(
+                "The module of an operator example is an instance of OperatorModule.",
+                where="OperatorExample.module",
+                seen=self.module,
+                allowed=f"an instance such as {name}(...)",
+            )
+
     @property
     def id(self) -> str:
         """A short name: the kind and its plain attributes."""

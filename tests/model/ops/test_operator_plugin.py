@@ -295,6 +295,22 @@ def test_a_check_finds_a_module_that_differs(squaring: str, changes, message: st
             check_operator(replace(SQUARES, module=type("Square", (Square,), changes)()))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"parameters": frozenset({"w"})},
+            r"that it does not have\.(.|\n)*parameters(.|\n)*seen: w\n.*allowed: x",
+        ),
+        ({"integers": {"tokens": 8}}, r"OperatorExample\.integers(.|\n)*seen: tokens"),
+        ({"module": Square}, r"an instance of OperatorModule\.(.|\n)*Square'>\n  allowed: .*Square\(\.\.\.\)"),
+    ],
+)
+def test_an_example_names_its_own_inputs_and_an_instance(changes, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        replace(SQUARES, **changes)
+
+
 def test_an_example_of_an_unknown_kind_says_what_to_import() -> None:
     with pytest.raises(ModelError, match=r"kind is not registered(.|\n)*'toy_double'(.|\n)*load_plugins"):
         check_operator(example(2.0))
