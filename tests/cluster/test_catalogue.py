@@ -135,6 +135,13 @@ def test_a_file_of_the_user_is_a_device(tmp_path: Path, monkeypatch: pytest.Monk
         ({"usual_host": {"devices": 4, "network": "banana"}}, ["usual_host.network", "not a number with a unit"]),
         ({"product_share": 80.0}, ["share of the peak", "product_share"]),
         ({"memory": 1}, ["memory"]),
+        (
+            {"aliases": ["A100-80GB"]},
+            ["a name of another device, A100-80.", "mine.json: aliases", "seen: 'A100-80GB'", "change or remove it"],
+        ),
+        ({"reported_names": ["NVIDIA T4"]}, ["a name of another device, T4.", "mine.json: reported_names"]),
+        ({"name": "h100-sxm"}, ["a name of another device, H100.", "mine.json: name"]),
+        ({"name": "H100", "aliases": ["H200"], "reported_names": []}, ["another device, H200.", "mine.json: aliases"]),
     ],
 )
 def test_a_wrong_file_is_told(
@@ -146,6 +153,15 @@ def test_a_wrong_file_is_told(
         open_cluster("8xH100")
     for word in words:
         assert word in str(error.value)
+
+
+def test_two_files_of_one_device_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first.json", "second.json"):
+        (tmp_path / name).write_text(json.dumps(written_device()), encoding="utf-8")
+    monkeypatch.setenv(USER_FOLDER, str(tmp_path))
+    with pytest.raises(ClusterError, match=r"Two files describe one device(.|\n)*'Mine-1', also in first.json") as error:
+        open_cluster("8xH100")
+    assert "second.json: name" in str(error.value)
 
 
 def test_an_absent_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

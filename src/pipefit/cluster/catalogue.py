@@ -118,14 +118,41 @@ def reported_device(text: str) -> str | None:
 @cache
 def _read_sheets(user_folder: str) -> Mapping[str, DataSheet]:
     sheets: dict[str, DataSheet] = {}
+    paths: dict[str, Path] = {}
     for folder in (_FOLDER, *([Path(user_folder)] if user_folder else [])):
         if not folder.is_dir():
             raise ClusterError("The folder of device files is not there.", where=USER_FOLDER, seen=folder)
         for path in sorted(folder.glob("*.json")):
             sheet = load_file(DataSheet, path)
             _check_sheet(sheet, path)
-            sheets[sheet.name] = sheet
+            if sheet.name in paths and paths[sheet.name].parent == folder:
+                raise ClusterError(
+                    "Two files describe one device.",
+                    where=f"{path}: name",
+                    seen=f"{sheet.name!r}, also in {paths[sheet.name].name}",
+                    allowed="one file a device in a folder",
+                )
+            sheets[sheet.name], paths[sheet.name] = sheet, path
+    _check_names(sheets, paths)
     return sheets
+
+
+def _check_names(sheets: Mapping[str, DataSheet], paths: Mapping[str, Path]) -> None:
+    """Raise ClusterError if two devices share a name, an alias or a reported name. It names the file of the user."""
+    owners: dict[str, str] = {}
+    for sheet in sorted(sheets.values(), key=lambda sheet: paths[sheet.name].parent != _FOLDER):
+        for field in ("name", "aliases", "reported_names"):
+            value = getattr(sheet, field)
+            for text in (value,) if field == "name" else value:
+                owner = owners.setdefault(_plain_words(text), sheet.name)
+                if owner != sheet.name:
+                    raise ClusterError(
+                        f"This is a name of another device, {owner}.",
+                        where=f"{paths[sheet.name]}: {field}",
+                        seen=repr(text),
+                        allowed=f"names that {owner} does not have",
+                        next_step=f"change or remove it; a file with the name {owner} replaces that device",
+                    )
 
 
 @cache
