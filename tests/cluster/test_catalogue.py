@@ -33,6 +33,17 @@ def test_figures_of_a_device_agree_with_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHEETS)
+def test_links_of_a_device_agree_with_each_other(name: str) -> None:
+    """A device between PCIe slots has the slot as its link, any other a whole number of NVLinks if it has one."""
+    sheet = SHEETS[name]
+    if sheet.link.name.startswith("PCIe"):
+        assert sheet.slot_gb_per_s == sheet.link.gb_per_s and sheet.nvlink_gb_per_s is None
+    assert (sheet.nvlink_gb_per_s is not None) == sheet.link.name.startswith("NVLink")
+    if sheet.nvlink_gb_per_s is not None:
+        assert sheet.link.gb_per_s % sheet.nvlink_gb_per_s == 0
+
+
+@pytest.mark.parametrize("name", SHEETS)
 def test_every_device_joins_two_usual_hosts(name: str) -> None:
     usual = SHEETS[name].usual_host
     cluster = open_cluster(f"2x{usual.devices}x{name}:{usual.network}")
@@ -128,6 +139,8 @@ def test_a_file_of_the_user_is_a_device(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ({"peak_tflops": {"float64": 1.0}}, ["has a peak for float32", "mine.json: peak_tflops"]),
         ({"peak_tflops": {"float64": 1, "float32": 1, "int4": 9}}, ["seen: float64, float32, int4"]),
+        ({"slot_gb_per_s": -1.0}, ["not positive", "slot_gb_per_s", "above 0"]),
+        ({"nvlink_gb_per_s": 0.0}, ["not positive", "nvlink_gb_per_s", "above 0"]),
         ({"memory_mib": 0}, ["not positive", "memory_mib", "above 0"]),
         ({"name": "my gpu"}, ["letters, digits and hyphens", "'my gpu'"]),
         ({"name": "7900XTX"}, ["begins with a letter", "'7900XTX'"]),
@@ -159,7 +172,9 @@ def test_two_files_of_one_device_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("first.json", "second.json"):
         (tmp_path / name).write_text(json.dumps(written_device()), encoding="utf-8")
     monkeypatch.setenv(USER_FOLDER, str(tmp_path))
-    with pytest.raises(ClusterError, match=r"Two files describe one device(.|\n)*'Mine-1', also in first.json") as error:
+    with pytest.raises(
+        ClusterError, match=r"Two files describe one device(.|\n)*'Mine-1', also in first.json"
+    ) as error:
         open_cluster("8xH100")
     assert "second.json: name" in str(error.value)
 

@@ -64,6 +64,10 @@ class DataSheet:
     usual_host: UsualHost
     sources: Mapping[str, str]
     "The documents behind the figures, by field."
+    nvlink_gb_per_s: float | None = None
+    "One NVLink in one direction, in GB/s; None: NVLinks of the device are not known."
+    slot_gb_per_s: float = 32.0
+    "The PCIe slot in one direction, in GB/s; by default 16 lanes of generation 4."
     vendor: str = ""
     "Only devices of the same vendor are named as better ones."
     aliases: tuple[str, ...] = ()
@@ -199,6 +203,8 @@ def _check_sheet(sheet: DataSheet, path: Path) -> None:
         "memory_mib": sheet.memory_mib,
         "memory_gb_per_s": sheet.memory_gb_per_s,
         "link.gb_per_s": sheet.link.gb_per_s,
+        "slot_gb_per_s": sheet.slot_gb_per_s,
+        **({"nvlink_gb_per_s": sheet.nvlink_gb_per_s} if sheet.nvlink_gb_per_s is not None else {}),
         "usual_host.devices": sheet.usual_host.devices,
     }
     for field, value in figures.items():

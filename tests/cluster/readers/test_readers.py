@@ -17,7 +17,7 @@ from pipefit.cluster.readers.nccl_tests import link_of, parse_table
 from pipefit.cluster.readers.reader import ReaderInput
 from pipefit.cluster.readers.slurm import expand_nodes
 from pipefit.cluster.readers.topology import parse_topology as parse_topology
-from pipefit.cluster.readers.topology import slowest_path
+from pipefit.cluster.readers.topology import path_bytes_per_s, slowest_path
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, Link
 from pipefit.errors import ClusterError, FormatError, PipefitError
@@ -209,6 +209,11 @@ def test_topology_needs_the_kind_and_knows_its_nvlinks(tmp_path: Path) -> None:
         read_cluster("nvidia-smi-topo", [TOPOLOGY], devices="4xA100-80")
     with pytest.raises(ClusterError, match="NVLinks; their speed on this kind of device is not known"):
         read_cluster("nvidia-smi-topo", [TOPOLOGY], devices="MI300X")
+    assert path_bytes_per_s("NV18", "B200", "here") == 18 * 50e9
+    assert path_bytes_per_s("NV0", "H100", "here") == 25e9, "a single device"
+    assert path_bytes_per_s("NV0", "L40", "here") == 32e9
+    for kind, gb_per_s in (("T4", 16), ("V100", 16), ("A100-80", 32), ("RTX-5090", 64), ("H100", 64)):
+        assert path_bytes_per_s("SYS", kind, "here") == gb_per_s * 1e9
     with pytest.raises(ClusterError, match="Two files describe the same host"):
         read_cluster("nvidia-smi-topo", [TOPOLOGY, TOPOLOGY], devices="A100-80", network="100Gbit/s")
     other = tmp_path / "second.txt"

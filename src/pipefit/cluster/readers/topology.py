@@ -1,8 +1,8 @@
 """`nvidia-smi topo -m`: the connections between the GPUs of a host. One file for each host, named like the host.
 
 Columns are found by the header: GPUs, then network cards (`NIC0` with a legend, `mlx5_0` in older versions), then
-affinities, which are not read. The matrix gives the type of a path, not its speed. NVLinks count with the speed of one
-link of their generation, everything else with the PCIe slot of the data sheet.
+affinities, which are not read. The matrix gives the type of a path, not its speed. The device's file has the speeds of
+an NVLink (`nvlink_gb_per_s`) and of the PCIe slot, which stands for everything else.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipefit.cluster.catalogue import device_sheets, find_sheet
+from pipefit.cluster.kinds import GB
 from pipefit.cluster.readers.reader import ClusterReader, ReaderInput, ReaderOptions, given_devices, given_rail
 from pipefit.cluster.types import Cluster, Host, Link, Provenance
 from pipefit.errors import ClusterError, FormatError
 
-NVLINK_BYTES_PER_S = {"V100": 25e9, "V100-32": 25e9, "A100-40": 25e9, "A100-80": 25e9, "H100": 25e9, "H200": 25e9}
-"""One direction of one NVLink; NVIDIA's architecture papers of Volta (NVLink 2), Ampere (3) and Hopper (4)."""
-
-PCIE_BYTES_PER_S = {"V100": 16e9, "V100-32": 16e9, "T4": 16e9, "H100": 64e9, "H100-PCIe": 64e9, "H200": 64e9}
-"""One direction of a x16 slot: generation 3, 5; all others have generation 4."""
-
-PCIE_4 = 32e9
 LATENCY_S = 5e-6
 """Assumed inside a host."""
 
@@ -129,18 +124,20 @@ def slowest_path(topology: HostTopology) -> str:
 def path_bytes_per_s(way: str, kind: str, where: str) -> float:
     """The speed of a path for that kind of device. Raises ClusterError for NVLinks on a kind that is not known to have
     them."""
-    nvlink = _NVLINK.match(way)
-    if nvlink is None:
-        return PCIE_BYTES_PER_S.get(kind, PCIE_4)
-    if kind not in NVLINK_BYTES_PER_S:
+    nvlink, sheet = _NVLINK.match(way), find_sheet(kind, where)
+    single = way == "NV0" and sheet.nvlink_gb_per_s is None
+    if nvlink is None or single:
+        return sheet.slot_gb_per_s * GB
+    if sheet.nvlink_gb_per_s is None:
         raise ClusterError(
             "The matrix shows NVLinks; their speed on this kind of device is not known.",
             where=where,
             seen=f"{way} on {kind}",
-            allowed=", ".join(NVLINK_BYTES_PER_S),
-            next_step="measure the links with pipefit profile, or write the cluster file by hand",
+            allowed=", ".join(name for name, known in device_sheets().items() if known.nvlink_gb_per_s is not None),
+            next_step="measure the links with pipefit profile, or add nvlink_gb_per_s to the device's file "
+            "(docs/reference/devices.md)",
         )
-    return max(1, int(nvlink[1])) * NVLINK_BYTES_PER_S[kind]
+    return max(1, int(nvlink[1])) * sheet.nvlink_gb_per_s * GB
 
 
 def describe_topology(topology: HostTopology, way: str) -> str:
