@@ -55,6 +55,38 @@ def test_profile_writes_the_cluster_of_several_hosts(inventory: Path, pipefit) -
     assert [host.name for host in load_cluster(output).hosts] == ["north", "south"]
 
 
+def test_hosts_of_several_kinds_keep_their_links(inventory: Path, pipefit) -> None:
+    inventory.write_text("north 8 H100\nsouth 4 NVIDIA-L40\n", encoding="utf-8")
+    output = inventory.with_name("cluster.json")
+    words = ("profile", "--from", "toy-inventory", str(inventory), "--network", "8x400Gbit/s", "-o", str(output))
+    code, _, err = pipefit(*words)
+    assert code == 0, err
+    cluster = load_cluster(output)
+    assert [(host.kind, host.link) for host in cluster.hosts] == [("H100", "inside H100"), ("L40", "inside L40")]
+    for kind in ("H100", "L40"):
+        alone = parse_spec(f"4x{kind}")
+        assert cluster.links[f"inside {kind}"] == alone.links[alone.hosts[0].link]
+        assert cluster.kinds[kind] == alone.kinds[kind]
+    assert cluster.rails[0].bandwidth_bytes_per_s[0][1] == 400e9, "eight cards"
+    code, _, err = pipefit(*words, "--devices", "A100-80")
+    assert code == 0, err
+    assert {host.kind for host in load_cluster(output).hosts} == {"A100-80"}, "the option wins"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"The input names no host with devices\.(.|\n)*machines\.txt\n  allowed: one host or more"),
+        ("north 8 Grace-X\n", r"'Grace-X'(.|\n)*where: .*machines\.txt"),
+    ],
+)
+def test_an_input_without_a_known_host_is_named(inventory: Path, text: str, message: str) -> None:
+    load_plugins()
+    inventory.write_text(text, encoding="utf-8")
+    with pytest.raises(PipefitError, match=message):
+        open_cluster(f"toy-inventory:{inventory}")
+
+
 def test_a_file_that_lacks_facts_leads_to_profile(inventory: Path) -> None:
     load_plugins()
     inventory.write_text("north 2 H100\nsouth 2 H100\n", encoding="utf-8")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipefit.cluster.catalogue import NAME
+from pipefit.cluster.catalogue import NAME, network_bandwidth
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.errors import ClusterError, MissingFactsError
-from pipefit.units import format_bandwidth, parse_bandwidth
+from pipefit.errors import ClusterError, FormatError, MissingFactsError
+from pipefit.units import format_bandwidth
 
 RAIL_LATENCY_S = 10e-6
 """Assumed between hosts if only a bandwidth is given."""
@@ -34,7 +34,7 @@ class ReaderOptions:
     devices: str = ""
     "`8xA100-80` or `A100-80`; '' if the files contain it."
     network: str = ""
-    "`200Gbit/s`: bandwidth of one host; '' if the files contain it."
+    "`200Gbit/s`, or `8x400Gbit/s` of eight network cards: bandwidth of one host; '' if the files contain it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,30 +92,44 @@ def given_rail(given: ReaderOptions, hosts: int, where: str) -> tuple[Rail, ...]
             seen=f"{hosts} hosts",
             next_step="say it, for example --network 200Gbit/s, or measure it with pipefit profile",
         )
-    return (uniform_rail("network", hosts, RAIL_LATENCY_S, parse_bandwidth(given.network, "--network")),)
+    return (uniform_rail("network", hosts, RAIL_LATENCY_S, network_bandwidth(given.network, "--network")),)
 
 
 def cluster_of_hosts(
-    names: Sequence[str], slots: Sequence[int | None], given: ReaderOptions, where: str, tool: str
+    names: Sequence[str],
+    slots: Sequence[int | None],
+    given: ReaderOptions,
+    where: str,
+    tool: str,
+    kinds: Sequence[str] = (),
 ) -> Cluster:
-    """Return a data-sheet cluster of named hosts. `slots` are their numbers of devices, None if the input omits
-    them."""
-    hosts = []
-    kinds: dict[str, DeviceKind] = {}
-    link: Link | None = None
-    for name, count in zip(names, slots, strict=True):
-        kind, link, devices = given_devices(given, where, count)
-        kinds[kind.name] = kind
-        hosts.append(Host(name=name, kind=kind.name, devices=devices, link="inside"))
-    assert link is not None
+    """Return a data-sheet cluster of named hosts.
+
+    `slots` are their numbers of devices, None if the input omits them. `kinds` are the names of their devices, as users
+    type or drivers print them; empty if the input omits them. `--devices` replaces `kinds`. Raises FormatError if there
+    is no host, ClusterError for an unknown device.
+    """
+    if not names:
+        raise FormatError("The input names no host with devices.", where=where, allowed="one host or more")
+    if given.devices or not kinds:
+        options = [given] * len(names)
+    else:
+        options = [replace(given, devices=data_sheet_kind(kind, where)[0].name) for kind in kinds]
+    held = [given_devices(option, where, count) for option, count in zip(options, slots, strict=True)]
+    links = {kind.name: link for kind, link, _ in held}
+    classes = {kind: "inside" if len(links) == 1 else f"inside {kind}" for kind in links}
+    hosts = [
+        Host(name=name, kind=kind.name, devices=devices, link=classes[kind.name])
+        for name, (kind, _, devices) in zip(names, held, strict=True)
+    ]
     rails = given_rail(given, len(hosts), where)
     said = (
         f"; {format_bandwidth(rails[0].bandwidth_bytes_per_s[0][1])} per host as given, 10 us assumed" if rails else ""
     )
     return Cluster(
         name=f"{tool} {where}",
-        kinds=kinds,
-        links={"inside": link},
+        kinds={kind.name: kind for kind, _, _ in held},
+        links={classes[kind]: link for kind, link in links.items()},
         hosts=tuple(hosts),
         rails=rails,
         provenance=Provenance(source="data-sheet", where=f"hosts from {tool} {where}, devices from data sheets{said}"),
