@@ -207,11 +207,14 @@ def call_name(call: object) -> str:
 
 
 def _failed_line(call: Callable[..., object], error: Exception) -> str:
-    """Return the file and the line that failed: the innermost one of the file of `call`, otherwise of all."""
+    """Return the file and the line that failed: the innermost one of the file of `call`, otherwise the first line of
+    `call`, or the innermost line of all for a callable without a file."""
     frames = traceback.extract_tb(error.__traceback__)
-    file = getattr(getattr(call, "__code__", None), "co_filename", "")
-    frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
-    return f"{call_name(call)}, {frame.filename}, line {frame.lineno}"
+    code = getattr(call, "__code__", None)
+    if code is None:
+        return f"{call_name(call)}, {frames[-1].filename}, line {frames[-1].lineno}"
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"{call_name(call)}, {code.co_filename}, line {lines[-1] if lines else code.co_firstlineno}"
 
 
 def _load_plugin(package: str, entry: EntryPoint) -> None:

@@ -83,7 +83,7 @@ def test_a_proposal_that_is_no_permutation_is_refused(installed, tmp_path: Path)
     with pytest.raises(PlanError) as error:
         search_placement(toy.question, toy.timeline, PlacementBudget(moves=1), compiled=False)
     assert "where: placement move 'twice'" in str(error.value) and "seen: [0, 0, 0, 0]" in str(error.value)
-    assert "allowed: each of [0, 1, 2, 3] once" in str(error.value)
+    assert "allowed: arrays, each with [0, 1, 2, 3] once" in str(error.value)
 
 
 def fail_late(devices, problem):
@@ -91,12 +91,16 @@ def fail_late(devices, problem):
     raise KeyError("slot")
 
 
+HERE = r"test_move_plugin\.py, line \d+\n.*"
+
+
 @pytest.mark.parametrize(
     ("move", "error", "message"),
     [
         (fail_late, PluginError, "(?s)The placement move 'toy' failed.*line .*KeyError: 'slot'"),
-        (lambda devices, problem: None, PluginError, "(?s)The placement move 'toy' failed.*not iterable"),
-        (lambda devices: [], PluginError, "(?s)The placement move 'toy' failed.*positional"),
+        (lambda devices, problem: None, PluginError, rf"(?s)The placement move 'toy' failed.*{HERE}not iterable"),
+        (lambda devices: [], PluginError, rf"(?s)The placement move 'toy' failed.*{HERE}positional"),
+        (lambda devices, problem: devices[::-1].copy(), PlanError, "(?s)seen: 0\n  allowed: arrays, each with"),
         (lambda devices, problem: [None], PlanError, "(?s)no permutation.*placement move 'toy'.*seen: None"),
     ],
 )

@@ -75,7 +75,7 @@ def _check_proposal(name: str, proposal: Ints, devices: Ints) -> Ints:
             "A placement move proposes devices that are no permutation of the given ones.",
             where=MOVES.describe_entry(name),
             seen=moved.tolist() if moved.size else repr(proposal),
-            allowed=f"each of {sorted(devices.tolist())} once",
+            allowed=f"arrays, each with {sorted(devices.tolist())} once",
             next_step="mend the move, or go on without plug-ins: PIPEFIT_PLUGINS=off",
         )
     return moved
