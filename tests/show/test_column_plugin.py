@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.support.plugin_package import installed, page_examples, write_package
+from tests.support.plugin_package import installed, package_environment, page_examples, write_package
 from tests.support.show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.errors import PipefitError
@@ -76,6 +78,24 @@ def test_a_column_that_fails_is_left_out_with_a_warning(tmp_path: Path, installe
     assert compare_table(entries) == before and "price" not in as_data(entries[0])
     with pytest.warns(UserWarning, match="a column is left out"):
         assert "Price" not in render_report(make_subject(plan, toy_model(9), cluster, record))
+
+
+def test_the_command_prints_the_warning_without_code(tmp_path: Path) -> None:
+    """A warning of another package keeps Python's form."""
+    plan, cluster = toy_plan(stages=2, microbatches=4, replicas=(1, 1))
+    write_toy_run(tmp_path / "run", plan, cluster)
+    column = page_examples("add-a-report-column.md")["toy_price.py"].replace("plan.used_devices", "plan.devices_used")
+    files = {"toy_price.py": column + "\nimport warnings\nwarnings.warn('a price of 2026')\n"}
+    result = subprocess.run(
+        [sys.executable, "-m", "pipefit", "compare", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=60,
+        env=package_environment(write_package(tmp_path / "site", files, "toy_price")),
+    )  # fmt: skip
+    assert result.returncode == 0 and "price" not in result.stdout
+    foreign, own = result.stderr.split("pipefit: warning: ")
+    assert own.startswith("a column is left out. The report column 'price_dollars' of toy failed.")
+    assert "AttributeError" in own and "COLUMNS" not in own and "UserWarning" not in own
+    assert "toy_price.py" in foreign and "UserWarning: a price of 2026" in foreign
 
 
 def test_text_of_a_column_is_escaped(tmp_path: Path, installed) -> None:

@@ -12,6 +12,10 @@ import importlib
 import os
 import pkgutil
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -42,7 +46,8 @@ def main() -> None:
     """Run the `pipefit` command."""
     code: int | str | None = 0
     try:
-        build_app()()
+        with _short_warnings():
+            build_app()()
     except PipefitError as error:
         print(f"pipefit: {error.full_text()}", file=sys.stderr)
         code = 2
@@ -59,6 +64,25 @@ def main() -> None:
 
         exit_process(code or 0)
     sys.exit(code)
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Print warnings of pipefit without the line of code that raised them; those of libraries as Python does."""
+    usual, package = warnings.formatwarning, str(Path(__file__).parents[1])
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if filename.startswith(package):
+            return f"pipefit: warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _print_version(value: bool) -> None:
