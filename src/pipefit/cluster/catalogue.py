@@ -198,17 +198,21 @@ def _check_sheet(sheet: DataSheet, path: Path) -> None:
             seen=", ".join(sheet.peak_tflops) or "nothing",
             allowed=", ".join(PEAKS),
         )
+    _check_figures(sheet, path)
+
+
+def _check_figures(sheet: DataSheet, path: Path) -> None:
     figures = {
         **{f"peak_tflops.{key}": value for key, value in sheet.peak_tflops.items()},
         "memory_mib": sheet.memory_mib,
         "memory_gb_per_s": sheet.memory_gb_per_s,
         "link.gb_per_s": sheet.link.gb_per_s,
+        "nvlink_gb_per_s": sheet.nvlink_gb_per_s,
         "slot_gb_per_s": sheet.slot_gb_per_s,
-        **({"nvlink_gb_per_s": sheet.nvlink_gb_per_s} if sheet.nvlink_gb_per_s is not None else {}),
         "usual_host.devices": sheet.usual_host.devices,
     }
     for field, value in figures.items():
-        if not 0 < value < float("inf"):
+        if value is not None and not 0 < value < float("inf"):
             raise ClusterError(
                 "This figure of a device is not positive.", where=f"{path}: {field}", seen=value, allowed="above 0"
             )
