@@ -111,6 +111,13 @@ class NamedRegistry(Mapping[str, Entry]):
         return len(self._entries)
 
 
+def missing_plugin_advice() -> str:
+    """Return the next step after an unknown name in a file: a plug-in that is not loaded may add it."""
+    if os.environ.get(SWITCH) == "off":
+        return f"plug-ins are off: leave out {SWITCH}=off if one of them adds it"
+    return "install the plug-in that adds it, on all hosts"
+
+
 def loading_package() -> str:
     """Return the package of the plug-in that is being loaded, '' if none is."""
     return _LOADING.get()

@@ -25,6 +25,7 @@ from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, 
 from pipefit.model.families import FAMILIES, family_of_type, read_family_config, without_tuning
 from pipefit.model.families.build import USER, build_layers, typed_config, write_family
 from pipefit.model.graph import Model
+from pipefit.plugins import missing_plugin_advice
 
 __all__ = [
     "USER",
@@ -107,7 +108,8 @@ def describe_config(config: Mapping[str, Any], name: str, where: str, tokens: in
         where=where,
         seen=repr(model_type),
         allowed=f"{known}, and every causal language model of `transformers`",
-        next_step="write the layers as nn.Modules and give FILE.py:FUNCTION",
+        next_step=f"{f'{missing_plugin_advice()}; or ' if model_type else ''}"
+        "write the layers as nn.Modules and give FILE.py:FUNCTION",
     )
 
 

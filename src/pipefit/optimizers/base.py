@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PlanError, RunError, suggest_name
 from pipefit.layout import Box, Run
-from pipefit.plugins import NamedRegistry
+from pipefit.plugins import NamedRegistry, missing_plugin_advice
 
 if TYPE_CHECKING:
     import torch
@@ -190,16 +190,14 @@ def register_optimizer(optimizer: OptimizerKind) -> OptimizerKind:
 def find_optimizer(name: str, where: str = "job.optimizer") -> OptimizerKind:
     """Return the optimizer of this name. Raises PlanError that lists the known names."""
     if name not in OPTIMIZERS:
+        typed = where != "job.optimizer"
         raise PlanError(
             "The optimizer is unknown.",
             where=where,
             seen=repr(name),
             allowed=", ".join(sorted(OPTIMIZERS)),
-            next_step=suggest_name(
-                name,
-                OPTIMIZERS,
-                "an optimizer from outside the package must call `register_optimizer` in every process",
-            ),
+            next_step=(suggest_name(name, OPTIMIZERS) if typed else None)
+            or f"{missing_plugin_advice()}; a script calls `register_optimizer` in every process",
         )
     return OPTIMIZERS[name]
 

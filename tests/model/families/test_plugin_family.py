@@ -16,9 +16,10 @@ from tests.support.plugin_package import installed, package_environment, page_ex
 
 from pipefit.errors import ModelError, PipefitError, PluginError
 from pipefit.model.families import FAMILIES, InitialValue, ModelFamily, register_model_family
-from pipefit.model.families.build import build_layers
+from pipefit.model.families.build import build_layers, typed_config
 from pipefit.model.families.finish import finish_layers
-from pipefit.model.registry import open_model
+from pipefit.model.registry import describe_config, open_model
+from pipefit.optimizers import find_optimizer
 from pipefit.plan.check.rules import load_plan
 from pipefit.plugins import load_plugins
 from pipefit.run.stage.initial_values import family_initials, initial_values, parameter_deviation, parameter_kinds
@@ -111,6 +112,24 @@ def test_a_wrong_field_of_its_config_is_named(toy_site: Path, installed, pipefit
     path.write_text(json.dumps(CONFIG | {"model_type": "toy_other"}), encoding="utf-8")
     code, _, err = pipefit("plan", "--model", str(path.parent), *words)
     assert code == 2 and "The model type is not known." in err and "toy_mlp" in err
+
+
+@pytest.mark.parametrize(
+    ("switch", "advice"), [("on", "install the plug-in that adds it"), ("off", "leave out PIPEFIT_PLUGINS=off")]
+)
+def test_a_file_that_needs_a_plugin_says_so(monkeypatch, switch: str, advice: str) -> None:
+    """A family, a model type and an optimizer that no loaded package has."""
+    monkeypatch.setenv("PIPEFIT_PLUGINS", switch)
+    for call in (
+        lambda: typed_config("toy-mlp", CONFIG),
+        lambda: describe_config(CONFIG, "my-model", "config.json"),
+        lambda: find_optimizer("adamax"),
+    ):
+        with pytest.raises(PipefitError) as error:
+            call()
+        assert advice in str(error.value) and "did you mean" not in str(error.value)
+    with pytest.raises(PipefitError, match="did you mean 'adamw'"):
+        find_optimizer("adamx", "--optimizer")
 
 
 def test_a_model_type_or_name_of_another_family_is_refused(installed, tmp_path: Path) -> None:

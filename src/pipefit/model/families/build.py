@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipefit.errors import ModelError, PluginError
 from pipefit.extras import install_command
 from pipefit.model.families import FAMILIES, ModelConfig, read_family_config, without_tuning
-from pipefit.plugins import call_name, call_plugin, import_function
+from pipefit.plugins import call_name, call_plugin, import_function, missing_plugin_advice
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,13 @@ USER = "user"
 def typed_config(family: str, config: Mapping[str, Any], where: str = "config") -> ModelConfig:
     """The typed configuration of a family, without adapters. Raises ModelError for an unknown family or bad fields."""
     if family not in FAMILIES:
-        raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
+        raise ModelError(
+            "The model family is not known.",
+            where=where,
+            seen=family,
+            allowed=", ".join(FAMILIES),
+            next_step=missing_plugin_advice(),
+        )
     return read_family_config(FAMILIES[family], without_tuning(config), where)
 
 
