@@ -49,6 +49,11 @@ def size_factors(size: str) -> tuple[int, tuple[str, ...]]:
     return numbers, tuple(factor for factor in factors if not factor.isdigit())
 
 
+def has_tokens(size: Size) -> bool:
+    """Return True if a size counts the tokens of a sequence, alone or with other factors."""
+    return "T" in size_factors(str(size))[1]
+
+
 def element_count(shape: Shape, symbols: Mapping[str, int]) -> int:
     """The number of elements of a tensor of this shape."""
     return math.prod(size_value(size, symbols) for size in shape)

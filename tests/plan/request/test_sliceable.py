@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import unsliceable_models
+from tests.support.op_cases import CASES
 
 from pipefit.cli import main
 from pipefit.cluster import local_cluster
 from pipefit.errors import PlanError
 from pipefit.model.capture.layers import capture_family
-from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec
+from pipefit.model.graph import Graph, Layer, Model, ModelModule, Operator, ParameterSpec, TensorSpec, has_tokens
+from pipefit.model.ops import KINDS
 from pipefit.model.registry import open_model, resolve_model
 from pipefit.plan.assemble.order import lower_for_plan, make_schedule_plan
 from pipefit.plan.check.rules import check_plan, load_plan, plan_problems, save_plan
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.decisions import ParallelConfig
-from pipefit.plan.request.sliceable import check_slices, min_slice_tokens, slicing_obstacles
+from pipefit.plan.request.sliceable import check_slices, layer_obstacles, min_slice_tokens, slicing_obstacles
 from pipefit.plan.types import Job
 from pipefit.run.transfers.comms import CommGroups
 from pipefit.run.update.optimizer import OptimizerConfig
@@ -89,6 +91,27 @@ def test_a_layer_that_cannot_be_cut_is_named_with_the_reason(name):
     text = " ".join(str(caught.value).split())
     assert what in text and seen in text and "slices and layer layers.1" in text, text
     build_plan(model(name), local_cluster(2), JOB, ParallelConfig(cuts=(2,)))
+
+
+SEQUENCES = [
+    case
+    for case in CASES
+    if any(has_tokens(size) for size in next(iter(case.inputs.values()), None) or ())
+    and not (KINDS[case.kind].read_later or KINDS[case.kind].packs_rows)
+    and case.kind != "aten"  # in graphs of complete models only, whose sequence is fixed
+]
+
+
+@pytest.mark.parametrize("case", SEQUENCES, ids=lambda case: case.id)
+def test_an_operator_whose_rule_leaves_tokens_together_says_that_it_mixes_them(case):
+    _, labelled, outputs = case.find_labels()
+    pairs = zip((*case.inputs.values(), *outputs), (*labelled.inputs, *labelled.outputs), strict=True)
+    labels = {
+        label for shape, dims in pairs for size, label in zip(shape or (), dims or (), strict=True) if has_tokens(size)
+    }
+    obstacles = [*layer_obstacles(case.make_graph(), "here")]
+    if len(labels) > 1 or labels & {None, *labelled.kinds, *labelled.joint}:
+        assert obstacles, labels
 
 
 def test_plan_refuses_a_fix(pipefit):

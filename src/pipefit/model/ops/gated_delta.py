@@ -164,6 +164,10 @@ def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> 
     return operator.inputs
 
 
+def _mixed_tokens(attributes: Mapping[str, Any], inputs: Sequence[Shape], output: Shape) -> str:
+    return "that reads all earlier tokens"
+
+
 OPERATORS = (
     OperatorKind(
         kind="gated_delta",
@@ -185,7 +189,7 @@ OPERATORS = (
         backward_extra=lambda call: DeltaWork.of_call(call).backward_peak(),
         boundary=True,
         heavy=True,
-        mixes_tokens=True,
+        mixes_tokens=_mixed_tokens,
         makes_features=True,
     ),
 )

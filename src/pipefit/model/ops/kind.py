@@ -6,7 +6,7 @@ them by walking the package. `docs/reference/operators.md` states the same facts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -93,6 +93,10 @@ def _no_bytes(call: OperatorCall) -> int:
     return 0
 
 
+def _no_mixing(attributes: Mapping[str, Any], inputs: Sequence[Shape], output: Shape) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorKind:
     """One kind of operator. All functions are pure."""
@@ -172,10 +176,11 @@ class OperatorKind:
     "Makes new features, which can be split although the input is replicated."
     mixes_features: bool = False
     "Combines the elements of the last dimension of input 0."
-    mixes_tokens: bool = False
-    "Combines tokens outside of attention, so that sequences cannot be cut: every token needs complete earlier ones."
     moves_tokens: bool = False
     "Moves tokens between the rows of a sequence and a packed row."
+    mixes_tokens: Callable[[Mapping[str, Any], Sequence[Shape], Shape], str] = _no_mixing
+    """(attributes, shapes of the present inputs, shape of output 0) -> how an operator whose input 0 has tokens mixes
+    them, in words; empty: it computes each token separately. For an operator of a plug-in, its rule says so."""
     column_label: str = ""
     "The label of the output features along which Megatron splits the columns of the weight; empty: it splits none."
     factors_kind: str = ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipefit.model.graph import Operator, Shape, broadcast_shapes
+from pipefit.model.graph import Operator, Shape, broadcast_shapes, has_tokens
 from pipefit.model.ops.kind import Flops, OperatorCall, OperatorKind
 
 
@@ -21,6 +21,12 @@ def _count_flops(call: OperatorCall) -> Flops:
     assert a is not None
     product = 2 * math.prod(call.outputs[0]) * a[-1]
     return Flops(product, 2 * product, 0)
+
+
+def _mixed_tokens(attributes: Mapping[str, Any], inputs: Sequence[Shape], output: Shape) -> str:
+    if has_tokens(inputs[0][-1]):
+        return "that sums over tokens"
+    return "of every token with every other" if has_tokens(inputs[1][-1]) else ""
 
 
 def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
@@ -40,5 +46,6 @@ OPERATORS = (
         heavy=True,
         is_product=True,
         makes_features=True,
+        mixes_tokens=_mixed_tokens,
     ),
 )

@@ -7,8 +7,11 @@ devices, the backward one sum.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from pipefit.model.graph import Shape, has_tokens
 from pipefit.model.ops.kind import InternalCollectives, OperatorCall, OperatorKind, all_reduces, same_shape, save_output
 
 
@@ -25,6 +28,10 @@ def _product_bytes(call: OperatorCall) -> int:
     return math.prod(call.outputs[0]) * call.compute_bytes
 
 
+def _mixed_tokens(attributes: Mapping[str, Any], inputs: Sequence[Shape], output: Shape) -> str:
+    return "along the tokens" if has_tokens(inputs[0][int(attributes["dim"])]) else ""
+
+
 _SOFTMAX = OperatorKind(
     kind="softmax",
     summary="Softmax over one dimension.",
@@ -32,6 +39,7 @@ _SOFTMAX = OperatorKind(
     attributes={"dim": "the dimension, not negative"},
     shapes=same_shape,
     saves=save_output,
+    mixes_tokens=_mixed_tokens,
 )
 
 OPERATORS = (

@@ -10,25 +10,18 @@ token separately if its rule splits the tokens, which `pipefit.testing.operators
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 
 from pipefit.errors import PlanError
 from pipefit.layout import split_by_shares
-from pipefit.model.graph import Graph, Model, Operator, Shape, Size, shapes_of, size_factors, size_value
+from pipefit.model.graph import Graph, Model, Operator, Shape, has_tokens, shapes_of, size_factors
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.table import PLUGINS
 from pipefit.plan.types import Plan
 from pipefit.shard.choice import SEQUENCES
 from pipefit.shard.rules import labels_of
 
-TOKENS = "T"
-"""The symbol of the tokens of a slice in the shapes of a graph."""
-
 SPLIT_TOKENS = ("megatron-sp", "searched")
 """Shardings whose programs may split tokens."""
-
-_SOME_ROWS = 7919
-"""Value of B in comparisons of distances: a prime that no model size equals."""
 
 
 def check_sliceable(model: Model, where: str = "order.slices") -> None:
@@ -201,7 +194,7 @@ def _plugin_obstacles(operator: Operator, shapes: Mapping[str, Shape], where: st
         for shape, dims in pairs
         if shape is not None
         for size, label in zip(shape, dims or (None,) * len(shape), strict=True)
-        if _has_tokens(size)
+        if has_tokens(size)
     }
     if len(labels) > 1 or labels & {None, *labelled.kinds, *labelled.joint}:
         yield PlanError(
@@ -217,45 +210,17 @@ def _plugin_obstacles(operator: Operator, shapes: Mapping[str, Shape], where: st
 def _mixing_reason(operator: Operator, shapes: Mapping[str, Shape]) -> str:
     """Return, in words, how the operator mixes tokens; '' if it works on each token separately."""
     inputs = [shapes[name] for name in operator.inputs if name]
-    if not inputs or not any(_has_tokens(size) for size in inputs[0]):
+    if not inputs or not any(has_tokens(size) for size in inputs[0]):
         return ""
-    attributes, kind = operator.attributes, operator.kind
-    if kind == "matmul":
-        if _has_tokens(inputs[0][-1]):
-            return "that sums over tokens"
-        if _has_tokens(inputs[1][-1]):
-            return "of every token with every other"
-    elif KINDS[kind].mixes_tokens:
-        return "that reads all earlier tokens"
-    elif KINDS[kind].mixes_features and _has_tokens(inputs[0][-1]):
+    kind = KINDS[operator.kind]
+    if kind.mixes_features and has_tokens(inputs[0][-1]):
         return "along the tokens"
-    elif kind in ("softmax", "concat", "slice") and _has_tokens(inputs[0][int(attributes["dim"])]):
-        return "" if kind != "softmax" and shapes[operator.outputs[0]] == inputs[0] else "along the tokens"
-    elif kind == "reshape" and not _keeps_tokens(inputs[0], shapes[operator.outputs[0]]):
-        return "that puts tokens together with features"
-    return ""
-
-
-def _keeps_tokens(before: Shape, after: Shape) -> bool:
-    """Return whether adjacent tokens keep their distance in memory, so that the numbers of one token stay together. A
-    dimension of tokens times a number allows a range of distances."""
-
-    def token_distance(shape: Shape) -> tuple[int, int]:
-        token_dim = max(index for index, size in enumerate(shape) if _has_tokens(size))
-        least = prod(size_value(size, {"B": _SOME_ROWS}) for size in shape[token_dim + 1 :])
-        return least, least * size_factors(str(shape[token_dim]))[0]
-
-    old, new = token_distance(before), token_distance(after)
-    return old[0] <= new[1] and new[0] <= old[1]
+    return kind.mixes_tokens(operator.attributes, inputs, shapes[operator.outputs[0]])
 
 
 def _is_sequence(shape: Shape) -> bool:
     """Return whether one dimension is a variable number of tokens, of a sequence or of a packed row attached to it."""
     return any({*SEQUENCES} & {*size_factors(str(size))[1]} for size in shape)
-
-
-def _has_tokens(size: Size) -> bool:
-    return TOKENS in size_factors(str(size))[1]
 
 
 def _opaque_obstacles(operator: Operator, where: str) -> Iterator[PlanError]:
