@@ -54,6 +54,18 @@ def test_a_column_of_a_package_stands_in_text_and_html(tmp_path: Path, installed
     assert titles[:5] == ["Step time", "Tokens per second", "Peak memory of a device", "Price of a step", "Idle share"]
 
 
+def test_a_run_without_steps_has_no_measured_value(tmp_path: Path, installed, pipefit) -> None:
+    plan, cluster = toy_plan(stages=2, microbatches=4, replicas=(1, 1))
+    write_toy_run(tmp_path / "run", plan, cluster)
+    (tmp_path / "run" / "metrics.jsonl").write_text("", encoding="utf-8")
+    (tmp_path / "run" / "trace.json").unlink()
+    installed(write_package(tmp_path / "site", page_examples("add-a-report-column.md"), "toy_price"), COLUMNS)
+    code, out, err = pipefit("compare", str(tmp_path / "run"))
+    assert code == 0 and "nan" not in out, err
+    (entry,) = json.loads(pipefit("compare", str(tmp_path / "run"), "--json")[1])
+    assert entry["price_dollars"]["measured"] is None and entry["price_dollars"]["predicted"] > 0
+
+
 @pytest.mark.parametrize(
     ("figure", "format_value", "fault"),
     [

@@ -74,7 +74,8 @@ def _column_figure(column: ReportColumn, plan: Plan, record: RunRecord | None) -
     """Return the figure, with texts that can be formatted. Returns None and warns if a column of a plug-in fails."""
     subject = COLUMNS.describe_entry(column.name)
     try:
-        pair = call_plugin(subject, column.figure, plan, record, returns=FigurePair)
+        figure = call_plugin(subject, column.figure, plan, record, returns=FigurePair)
+        pair = FigurePair(predicted=_number_or_none(figure.predicted), measured=_number_or_none(figure.measured))
         for value in (pair.predicted, pair.measured):
             if value is not None:
                 call_plugin(subject, column.format_value, value, returns=str)
@@ -176,8 +177,8 @@ def _measured_idle(plan: Plan, record: RunRecord | None) -> float | None:
     return 1.0 - busy / total_s if total_s else None
 
 
-def _number_or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _number_or_none(value: float | None) -> float | None:
+    return None if value is None or value != value else value
 
 
 COLUMNS = NamedRegistry(
