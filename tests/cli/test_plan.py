@@ -14,6 +14,7 @@ from tests.support.plan_toys import toy_model
 
 from pipefit.cluster import parse_spec, save_cluster_file
 from pipefit.codec import dump_text
+from pipefit.optimizers import OPTIMIZERS
 from pipefit.plan.check.rules import check_plan, load_plan, save_plan
 from pipefit.plan.types import InputHashes
 
@@ -124,7 +125,7 @@ MISTAKES = {
     ),
     "unknown optimizer": (
         ["--cluster", "2xH100", *JOB, "--optimizer", "adam"],
-        ["optimizer is unknown", "--optimizer", "adafactor, adamw, sgd", "did you mean 'adamw'?"],
+        ["optimizer is unknown", "--optimizer", ", ".join(sorted(OPTIMIZERS)), "did you mean 'adamw'?"],
     ),
     "fix twice": (["--cluster", "2xH100", *JOB, "--fix", "stages=1", "--fix", "stages=2"], ["fixed twice"]),
     "fixes that differ": (
