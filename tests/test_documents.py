@@ -11,6 +11,8 @@ import pytest
 import typer
 
 from pipefit.cli import build_app
+from pipefit.model.families import FAMILIES as MODEL_FAMILIES
+from pipefit.model.ops import KINDS
 from pipefit.schedule import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +73,19 @@ def test_the_documents_name_the_families_that_are_not_searched() -> None:
     page = (ROOT / "docs/reference/schedules.md").read_text(encoding="utf-8")
     named = page.split("With `searched = False`")[1].split("\n\n")[0].split("`fit`")[0]
     assert set(re.findall(r"`([\w-]+)`", named)) & FAMILIES.keys() == left_out
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("schedules.md", [*FAMILIES]),
+        ("operators.md", [*KINDS]),
+        ("models.md", [name for family in MODEL_FAMILIES.values() for name in family.model_types]),
+    ],
+)
+def test_a_page_of_the_reference_has_every_name(page: str, names: list[str]) -> None:
+    text = (ROOT / "docs" / "reference" / page).read_text(encoding="utf-8")
+    assert not [name for name in names if f"`{name}`" not in text], page
 
 
 def cells(line: str) -> int:
