@@ -39,12 +39,13 @@ def reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return plans.reference(name, plans.JOB)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # a type meets three layouts, and a layout half of the types
     ("name", "layout"),
     [
         pytest.param(name, layout, marks=() if (name, layout) in QUICK else pytest.mark.slow)
-        for name in DECODER_VARIANTS
-        for layout in LAYOUTS
+        for number, name in enumerate(DECODER_VARIANTS)
+        for place, layout in enumerate(LAYOUTS)
+        if (number + place) % 2 == 0 or (name, layout) in QUICK
         if name != "falcon" or "megatron" not in layout  # one head of keys and values is not divided: see below
     ],
 )
