@@ -163,8 +163,8 @@ def _evaluate_node(emitter: GraphEmitter, node: Any, version: int, one_row: bool
             if item in emitter.constants:
                 return _to_float64(emitter.constants[item], copied)
             return _number_at(emitter, item.meta["val"], version)
-        if isinstance(item, torch.dtype) and item.is_floating_point:
-            return torch.float64  # no rounding to the dtypes of the export
+        if isinstance(item, torch.dtype) and (item.is_floating_point or item.is_complex):
+            return torch.complex128 if item.is_complex else torch.float64  # no rounding to the dtypes of the export
         if isinstance(item, (torch.SymInt, torch.SymFloat)):
             return _number_at(emitter, item, version)
         return torch.device("cpu") if isinstance(item, torch.device) else item
