@@ -243,6 +243,54 @@ def _experts_case(gated: bool) -> OperatorExample:
     return make_example("experts", inputs, _experts(gated), attributes, parameters, integers={"chosen": 5 + gated})
 
 
+def _stored_experts(experts: int, scales_inputs: bool) -> Callable[..., Any]:
+    """One pair at a time: matrices (inputs, outputs), and weights of inputs or outputs. With a factor the experts are
+    rows of matrices, and those of down alone are (inputs, outputs)."""
+
+    def plain(x: Any, chosen: Any, weight: Any, up: Any, down: Any, factor: Any = None) -> Any:
+        rows, inner = [], down.numel() // experts // x.shape[-1]
+        for token, numbers, weights in zip(x.flatten(0, 1), chosen.flatten(0, 1), weight.flatten(0, 1), strict=True):
+            y = torch.zeros_like(token)
+            for expert, scale in zip(numbers.tolist(), weights, strict=True):
+                if expert < experts:
+                    run = slice(expert * inner, (expert + 1) * inner)
+                    value = scale * token if scales_inputs else token
+                    if factor is None:
+                        gate, other = (value @ up[expert]).split(inner)
+                    else:
+                        gate, other = up[run] @ value, factor[run] @ value
+                    result = (gate * torch.sigmoid(gate) * other) @ (down[expert] if factor is None else down[run])
+                    y = y + (result if scales_inputs else scale * result)
+            rows.append(y)
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
+def _scaled_experts_case(count: int) -> OperatorExample:
+    """As in Llama 4; two numbers of a token are distinct or the same."""
+    inputs = {"x": X, "chosen": ("B", "T", count), "weight": ("B", "T", count), "up": (5, 10, 16), "down": (5, 8, 10)}
+    attributes = {
+        "experts": 5, "gated": True, "activation": "silu", "scaled": "inputs", "transposed": ["up", "down"],
+    }  # fmt: skip
+    parameters = frozenset(("up", "down"))
+    plain = _stored_experts(5, scales_inputs=True)
+    return make_example("experts", inputs, plain, attributes, parameters, integers={"chosen": 6})
+
+
+def _row_experts_case() -> OperatorExample:
+    """As in DBRX."""
+    pair = ("B", "T", 2)
+    inputs = {"x": X, "chosen": pair, "weight": pair, "up": (40, 10), "down": (40, 10), "factor": (40, 10)}
+    attributes = {
+        "experts": 5, "gated": True, "activation": "silu", "more": ["factor_weight"], "rows": 8,
+        "transposed": ["down"],
+    }  # fmt: skip
+    parameters = frozenset(("up", "down", "factor"))
+    plain = _stored_experts(5, scales_inputs=False)
+    return make_example("experts", inputs, plain, attributes, parameters, integers={"chosen": 5})
+
+
 def _aten_case(
     target: str, plain: Callable[..., Any], *arguments: Any, shape: Any = None, result: Any = None
 ) -> OperatorExample:
@@ -314,6 +362,9 @@ CASES: list[OperatorExample] = [
     _attention_case(causal=True, scale=0.5, window=3),
     _experts_case(True),
     _experts_case(False),
+    _scaled_experts_case(1),
+    _scaled_experts_case(2),
+    _row_experts_case(),
     _clamped_moe_case(),
     _grouped_moe_case(),
     _moe_case(2, True, "silu"),

@@ -91,16 +91,42 @@ def layers_of(options):
     builder = GraphBuilder(HIDDEN)
     n = builder.add("rms_norm", "x", builder.parameter("norm.weight", WIDTH), eps=1e-5)
     experts = options["experts"]
+    if "form" in options:
+        y = add_selected_experts(builder, n, experts, options["form"])
+        return replace_blocks(builder.finish(builder.add("add", "x", y)))
     weights = [builder.parameter(f"{name}.weight", *shape) for name, shape in (
         ("router", (experts, WIDTH)), ("gate_up", (experts, 2 * 16, WIDTH)), ("down", (experts, WIDTH, 16)),
     )]  # fmt: skip
     y = builder.add("moe", n, *weights, experts=experts, top_k=2, normalize=True, activation="silu")
-    graph = builder.finish(builder.add("add", "x", y))
+    return replace_blocks(builder.finish(builder.add("add", "x", y)))
+
+
+def replace_blocks(graph):
+    """The toy model with this graph in the place of its blocks."""
     first, *_, head, loss = toy_layers(0)
     middle = [
         StageLayer(f"layers.{i}", graph, {p.name: f"layers.{i}.{p.name}" for p in graph.parameters}) for i in (0, 1)
     ]
     return [first, *middle, head, loss]
+
+
+def add_selected_experts(builder, x, experts, form):
+    """Experts of a router of the model's own: rows of matrices as in DBRX, or with scaled inputs as in Llama 4."""
+    logits = builder.add("linear", x, builder.parameter("router.weight", experts, WIDTH), "")
+    scores, top = builder.add("softmax", logits, dim=2), []
+    for result, dtype in enumerate(("compute", "int64")):
+        fixed = {"target": "aten.topk.default", "arguments": [{"input": 0}, 2], "keywords": {}}
+        top.append(builder.add("aten", scores, **fixed, result=result, shape=["B", "T", 2], dtype=dtype))
+    common = {"experts": experts, "gated": True, "activation": "silu"}
+    if form == "inputs":
+        up, down = (builder.parameter(f"{name}.weight", experts, *shape) for name, shape in (
+            ("up", (WIDTH, 32)), ("down", (16, WIDTH)),
+        ))  # fmt: skip
+        common |= {"scaled": "inputs", "transposed": ["up", "down"]}
+        return builder.add("experts", x, *reversed(top), up, down, **common)
+    up, down, factor = (builder.parameter(f"{name}.weight", experts * 16, WIDTH) for name in ("up", "down", "factor"))
+    common |= {"more": ["factor_weight"], "rows": 16, "transposed": ["down"]}
+    return builder.add("experts", x, *reversed(top), up, down, factor, **common)
 
 
 def check_recipes(group, rank, cases):
@@ -171,6 +197,20 @@ def test_experts_of_two_and_four_devices():
     assert any(word.startswith("down.weight:G0>I") for word in words)
     assert run_processes(check_recipes, 2, two) == [10] * 2
     assert run_processes(check_recipes, 4, four) == [4] * 4
+
+
+def test_selected_experts_of_two_devices():
+    """Experts in the forms of Llama 4 and DBRX: split, by tokens, or gathered for use."""
+    ways = [
+        (recompute, mode, {"experts": 5, "form": form})
+        for recompute, mode in (("none", "B"), ("full", "IW"))
+        for form in ("inputs", "rows")
+    ]
+    cases = drawn_cases([(2, 1), (1, 2), (1, 1)], 16, ways)
+    words = {word for case in cases for text in case[-1] for word in text.split()}
+    assert {"experts", "d0", "d1"} <= words
+    assert {"down.weight:G0>I", "factor.weight:G0>I"} <= {word.partition("/")[0] for word in words}
+    assert run_processes(check_recipes, 2, cases) == [16] * 2
 
 
 def resharded(recipes, shares):

@@ -117,13 +117,13 @@ class GraphSizes:
         """The largest gathered weight in an operator's backward if weights are stored sharded: the weight, or (`wide`)
         its gradient before the reduction, in float32 or wider."""
         operator = self.graph.operators[index]
-        gathers = KINDS[operator.kind].gathers
+        kind = KINDS[operator.kind]
         unsharded = [
             position
             for position, name in enumerate(operator.inputs)
             if name in self.analysis.producer
             and not self.analysis.is_activation(name)
-            and (wide or gathers.get(position) == 2)
+            and (wide or kind.count_gathers(operator, position) == 2)
         ]
         width = self.calls[index].wide_bytes if wide else self.compute_bytes
         return max(

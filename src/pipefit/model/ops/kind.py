@@ -132,6 +132,8 @@ class OperatorKind:
     """Input index of a weight -> number of all-gathers that the operator does itself if the weight is stored sharded: 1
     (in the forward) or 2 (again for the input gradient). The gathered weight is freed at once. Weights not listed here
     are gathered once and kept."""
+    named_gathers: Mapping[str, int] = field(default_factory=dict)
+    "The same of further inputs, by their names in the attribute `more`."
     talks: Callable[[OperatorCall], InternalCollectives] | None = None
     "The collectives that the devices of a shard axis run inside the operator."
     pending_values: tuple[int, ...] = ()
@@ -194,6 +196,13 @@ class OperatorKind:
     position_table: Callable[[Mapping[str, Any]], tuple[str, int]] | None = None
     """Attributes -> (key, features) of values that depend on the position alone. Operators with one key share them;
     they stay in memory during a step."""
+
+    def count_gathers(self, operator: Operator, place: int) -> int:
+        """Return the number of all-gathers that `operator` does itself of the weight at this input."""
+        further = place - len(self.inputs) + 1
+        if self.named_gathers and further >= 0:
+            return self.named_gathers.get(operator.attributes["more"][further], 0)
+        return self.gathers.get(place, 0)
 
     def check_inputs(self, operator: Operator) -> None:
         """Assert that `operator` has the number of inputs that the kind requires. A captured graph that fails this is a

@@ -45,7 +45,9 @@ def gathers_of(graph: Graph, name: str) -> int:
     from pipefit.model.ops.table import KINDS
 
     users = [operator for operator in graph.operators if name in operator.inputs]
-    return KINDS[users[0].kind].gathers.get(users[0].inputs.index(name), 0) if len(users) == 1 else 0
+    if len(users) != 1:
+        return 0
+    return KINDS[users[0].kind].count_gathers(users[0], users[0].inputs.index(name))
 
 
 def _whole_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:

@@ -23,16 +23,40 @@ from pipefit.run.ops.moe_routing import gate_function, select_experts
 from pipefit.run.sharded.weights import add_gradient, leaf_parameter, whole_weight
 
 
+class WeightForm(NamedTuple):
+    """The storage of the matrices of all experts in one parameter."""
+
+    transposed: bool = False
+    "Whether the matrix of an expert is (I, O)."
+    rows: int = 0
+    "Rows of an expert, if the experts have no dimension of their own."
+
+    def split_experts(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a view with the experts as its first dimension."""
+        return stored.view(-1, self.rows, stored.shape[-1]) if self.rows else stored
+
+    def stack_matrices(self, weight: Any) -> torch.Tensor:
+        """Return the matrices of all experts (E, O, I)."""
+        stored = self.split_experts(whole_weight(weight))
+        return stored.transpose(1, 2) if self.transposed else stored
+
+
+USUAL_FORM = WeightForm()
+"""Weights (E, O, I)."""
+
+
 class _ExpertLinear(torch.autograd.Function):
-    """y_p = x_p W_e^T for every pair p of expert e: x (N, I) sorted by expert, weight (E, O, I), ends (E,)."""
+    """y_p = x_p W_e^T for every pair p of expert e: x (N, I) sorted by expert, ends (E,). `stored` is the weight (E, O,
+    I) and its form."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, leaf: Any, weight: Any, ends: Any, record: SavedForward, layer: int
+        ctx: Any, x: torch.Tensor, leaf: Any, stored: Any, ends: Any, record: SavedForward, layer: int
     ) -> torch.Tensor:
-        ctx.weight, ctx.ends, ctx.record, ctx.layer = weight, ends, record, layer
+        (weight, form), ctx.ends, ctx.record, ctx.layer = stored, ends, record, layer
+        ctx.weight, ctx.form = weight, form
         ctx.save_for_backward(x if weight.requires_grad else None)
-        return expert_product(x, whole_weight(weight).transpose(1, 2), ends)
+        return expert_product(x, form.stack_matrices(weight).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -40,29 +64,30 @@ class _ExpertLinear(torch.autograd.Function):
         if weight.requires_grad:
             (x,) = ctx.saved_tensors
             if deferred is None:
-                accumulate_experts(weight, ctx.ends, x, dy)
+                accumulate_experts(weight, ctx.ends, x, dy, ctx.form)
             else:
-                deferred.append(DeferredGradient(ctx.layer, accumulate_experts, (weight, ctx.ends, x.detach(), dy)))
-        dx = expert_product(dy, whole_weight(weight), ctx.ends) if ctx.needs_input_grad[0] else None
+                factors = weight, ctx.ends, x.detach(), dy, ctx.form
+                deferred.append(DeferredGradient(ctx.layer, accumulate_experts, factors))
+        dx = expert_product(dy, ctx.form.stack_matrices(weight), ctx.ends) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None
 
 
 class _GateFunction(torch.autograd.Function):
-    """A function of gate_up (N, 2F), such as activation(g) * u of its halves; saves only gate_up."""
+    """A function of gate_up (N, 2F), such as activation(g) * u of its halves, or of gate and up; saves only these."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, gate: Any) -> torch.Tensor:
+    def forward(ctx: Any, gate: Any, *parts: torch.Tensor) -> torch.Tensor:
         ctx.gate = gate
-        ctx.save_for_backward(gate_up)
-        result: torch.Tensor = gate(gate_up)
+        ctx.save_for_backward(*parts)
+        result: torch.Tensor = gate(*parts)
         return result
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         with torch.enable_grad():
-            leaf = ctx.saved_tensors[0].detach().requires_grad_()
-            out = ctx.gate(leaf)
-        return *torch.autograd.grad(out, leaf, dy), None
+            leaves = [part.detach().requires_grad_() for part in ctx.saved_tensors]
+            out = ctx.gate(*leaves)
+        return None, *torch.autograd.grad(out, leaves, dy)
 
 
 def counts_on_host(x: torch.Tensor) -> bool:
@@ -83,17 +108,21 @@ def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: Any) -> torch.Te
     return out
 
 
-def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """Add dy_e^T x_e of every expert to the weight's buffer (E, O, I)."""
+def accumulate_experts(
+    weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor, form: WeightForm = USUAL_FORM
+) -> None:
+    """Add dy_e^T x_e of every expert to the weight's buffer (E, O, I), or its transpose, by the weight's form."""
+    a, b = (x, dy) if form.transposed else (dy, x)
 
     def add_expert_gradients(buffer: torch.Tensor) -> None:
+        buffer = form.split_experts(buffer)
         if isinstance(ends, torch.Tensor):
-            buffer.add_(functional.grouped_mm(dy.t(), x, offs=ends))
+            buffer.add_(functional.grouped_mm(a.t(), b, offs=ends))
             return
         start = 0
         for expert, stop in enumerate(ends):
             if stop > start:
-                add_product(buffer[expert], dy[start:stop].t(), x[start:stop])
+                add_product(buffer[expert], a[start:stop].t(), b[start:stop])
             start = stop
 
     add_gradient(weight, add_expert_gradients)
@@ -104,9 +133,18 @@ class ExpertWeights(NamedTuple):
 
     gate_up: Any
     down: Any
-    gate: Callable[[torch.Tensor], torch.Tensor]
+    gate: Callable[..., torch.Tensor]
     gate_up_bias: Any = None
     down_bias: Any = None
+    factor: Any = None
+    "Weight of the gate's factor, if gate_up is that of the gate alone."
+    up_form: WeightForm = USUAL_FORM
+    "Of gate_up and factor."
+    down_form: WeightForm = USUAL_FORM
+
+    def count_experts(self) -> int:
+        """Return the number of experts on this device."""
+        return int(self.down.shape[0]) // (self.down_form.rows or 1)
 
 
 def run_experts(
@@ -114,13 +152,15 @@ def run_experts(
 ) -> Any:
     """Apply the experts to their pairs, x (N, D) sorted by expert. `expert` (N,) is the number of each pair's expert on
     this device."""
-    gate_up, down = weights.gate_up, weights.down
-    inner: Any = _ExpertLinear.apply(x, leaf_parameter(gate_up), gate_up, ends, record, layer)
+
+    def multiply(values: Any, weight: Any, form: WeightForm) -> Any:
+        return _ExpertLinear.apply(values, leaf_parameter(weight), (weight, form), ends, record, layer)
+
+    inner = multiply(x, weights.gate_up, weights.up_form)
     if weights.gate_up_bias is not None:
         inner = inner + weights.gate_up_bias[expert]
-    out: Any = _ExpertLinear.apply(
-        _GateFunction.apply(inner, weights.gate), leaf_parameter(down), down, ends, record, layer
-    )
+    factors = () if weights.factor is None else (multiply(x, weights.factor, weights.up_form),)
+    out = multiply(_GateFunction.apply(weights.gate, inner, *factors), weights.down, weights.down_form)
     return out if weights.down_bias is None else out + weights.down_bias[expert]
 
 
@@ -139,6 +179,12 @@ class RoutedPairs(NamedTuple):
     "Further inputs of the operator, by the names in its attribute `more`."
     may_skip: bool = False
     "Whether numbers beyond the last expert, which select none, are possible."
+    scales_inputs: bool = False
+    "Whether the weights scale the inputs of the experts in place of their outputs."
+
+    def scale_rows(self, order: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the pairs at the places `order`, each multiplied by its weight."""
+        return rows * self.weights.to(rows.dtype).reshape(-1)[order].unsqueeze(-1)
 
 
 def route_tokens(
@@ -154,17 +200,16 @@ def route_tokens(
     return RoutedPairs(flat, weights, expert, order, further)
 
 
-def expert_weights(
-    gate_up: Any, down: Any, gate: Callable[[torch.Tensor], torch.Tensor], pairs: RoutedPairs
-) -> ExpertWeights:
+def expert_weights(gate_up: Any, down: Any, gate: Callable[..., torch.Tensor], pairs: RoutedPairs) -> ExpertWeights:
     """Return the parameters of the experts on this device."""
-    return ExpertWeights(gate_up, down, gate, pairs.further.get("gate_up_bias"), pairs.further.get("down_bias"))
+    names = ("gate_up_bias", "down_bias", "factor_weight")
+    return ExpertWeights(gate_up, down, gate, *(pairs.further.get(name) for name in names))
 
 
 def join_outputs(pairs: RoutedPairs, order: torch.Tensor, token: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return the sum (N, D) of the weighted outputs of each token's pairs: of those at the places `order`, which are of
     the tokens `token`."""
-    out = out * pairs.weights.to(out.dtype).reshape(-1)[order].unsqueeze(-1)
+    out = out if pairs.scales_inputs else pairs.scale_rows(order, out)
     return torch.zeros_like(pairs.flat).index_add(0, token, out)
 
 
@@ -190,7 +235,7 @@ def run_routed(
     ends: Any = torch.searchsorted(expert, numbers, right=True, out_int32=True)
     outside = None
     if first is not None or counts_on_host(x):
-        count = len(numbers) if first is None else parameters.down.shape[0]
+        count = len(numbers) if first is None else parameters.count_experts()
         pairs, ends = local_pairs(ends.tolist(), first or 0, count)
         expert, order = expert[pairs], order[pairs]
         expert = expert - first if first else expert
@@ -198,7 +243,8 @@ def run_routed(
         outside = (expert >= len(numbers)).unsqueeze(-1)
         expert = expert.clamp(max=len(numbers) - 1)
     token = order // routed.weights.shape[-1]
-    x = x[token] if outside is None else x[token].masked_fill(outside, 0.0)
+    x = routed.scale_rows(order, x[token]) if routed.scales_inputs else x[token]
+    x = x if outside is None else x.masked_fill(outside, 0.0)  # masks undefined gradients as well
     out = run_experts(x, expert, parameters, ends, record, layer)
     return join_outputs(routed, order, token, out if outside is None else out.masked_fill(outside, 0.0))
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labels, OperatorLabels, leading_labels, whole_labels
-from pipefit.shard.rules.moe import own_experts
+from pipefit.shard.rules import DevicePart, Labels, OperatorLabels, leading_labels
 
 
 def label_experts(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
     x = inputs[0]
     assert x is not None
-    tokens, weights = leading_labels(len(x)), ("experts", None, None)
-    further: list[Labels | None] = [("experts", None) if shape else whole_labels(shape) for shape in inputs[5:]]
+    tokens = leading_labels(len(x))
+
+    def label_experts_of(shape: Shape | None) -> Labels | None:
+        return None if shape is None else ("experts", *(None,) * (len(shape) - 1))
+
     return OperatorLabels(
-        inputs=(tokens, tokens, tokens, weights, weights, *further),
+        inputs=(tokens, tokens, tokens, *map(label_experts_of, inputs[3:])),
         outputs=(tokens,),
-        units={},
-        addend=own_experts,
+        units={"experts": int(operator.attributes["experts"])},
+        addend=find_first,
     )
+
+
+def find_first(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
+    """Return the attribute `first`: the first expert with its weights on this device."""
+    return {**attributes, "first": cut.start // int(attributes.get("rows", 1))}
 
 
 RULES = {"experts": label_experts}
