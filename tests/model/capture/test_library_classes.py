@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import warnings
 
@@ -13,9 +14,12 @@ from tests.support.whole_runs import compare, feed_of, reference, run_whole
 from benchmarks.model_coverage import class_difference, plan_stages, tiny_example
 from benchmarks.tiny_configs import tiny_config
 from pipefit.errors import ModelError
+from pipefit.model.analysis.saved import operator_call
 from pipefit.model.any_class import FIELDS, TOKENS, build_class, library_example
 from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
+from pipefit.model.ops import KINDS
+from pipefit.model.ops.kind import Flops
 from pipefit.model.registry import USER, open_model, resolve_model
 
 EXACT = 1e-9
@@ -35,8 +39,50 @@ def test_a_captured_class_is_the_class(kind):
     assert class_difference(example, model) <= EXACT
 
 
+def operators_of(model, kind):
+    return [op for layer in model.layers for op in model.layer_graph(layer).operators if op.kind == kind]
+
+
 def attentions(model):
-    return [op for layer in model.layers for op in model.layer_graph(layer).operators if op.kind == "attention"]
+    return operators_of(model, "attention")
+
+
+LOOPS = {"llama4_text": {"num_experts_per_tok": 1, "num_local_experts": 6}, "dbrx": {}}
+"""Types whose experts are no class of the library's interface -> fields of their configuration."""
+
+
+def loop_example(kind, **fields):
+    torch.manual_seed(0)
+    return library_example({"source": kind, FIELDS: {**tiny_config(kind, False), **LOOPS[kind], **fields}, TOKENS: 12})
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_selected_experts_of_a_class_are_computed_alone(kind):
+    example = loop_example(kind)
+    model = capture_whole(example, kind)
+    assert class_difference(example, model) <= EXACT
+    experts, sizes = operators_of(model, "experts"), {"B": 2, "T": 12}
+    assert len(experts) == 2 and not operators_of(model, "einsum")
+    for layer in model.layers[1:3]:
+        graph = model.layer_graph(layer)
+        (operator,) = [op for op in graph.operators if op.kind == "experts"]
+        chosen = graph.find_tensor(operator.inputs[1]).shape
+        specs = {spec.name: spec.shape for spec in graph.parameters}
+        numbers = sum(math.prod(specs[name]) for name in operator.inputs[3:])
+        top, count = chosen[1], operator.attributes["experts"]
+        assert top == (1 if kind == "llama4_text" else 2)
+        flops = KINDS["experts"].flops(operator_call(graph, operator, sizes, 8))
+        assert flops == Flops(*[2 * 24 * top * numbers // count] * 3)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_experts_with_another_activation_are_all_computed(kind):
+    fields = tiny_config(kind, False)
+    other = {"ffn_config": {**fields["ffn_config"], "ffn_act_fn": {"name": "relu2"}}} if kind == "dbrx" else {}
+    example = loop_example(kind, **(other or {"hidden_act": "relu2"}))
+    model = capture_whole(example, kind)
+    assert not operators_of(model, "experts") and operators_of(model, "einsum")
+    assert class_difference(example, model) <= EXACT
 
 
 def test_masks_for_every_row_become_attributes():

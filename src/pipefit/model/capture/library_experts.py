@@ -1,8 +1,9 @@
 """Experts of `transformers` with rows apart, for the time of an export.
 
 The library sorts the tokens of a batch by expert, so rows of different requests meet in one product. Experts with a
-usual gate become the operator `experts`. With any other gate every expert computes every token, and the weights of
-experts not selected are zero: results and gradients are equal, but all experts are paid for.
+usual gate become the operator `experts`, as do those of Llama 4, DBRX and LongCat. With any other gate every expert
+computes every token, and the weights of experts not selected are zero: results and gradients are equal, but all experts
+are paid for.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ def run_library_experts(experts: Any, x_ND: Any, selected_NS: Any, weight_NS: An
     activation = ACTIVATIONS.get(type(experts.act_fn).__name__) if hasattr(experts, "act_fn") else None
     gate = getattr(type(experts), "_apply_gate", None)
     usual = not experts.has_gate or getattr(gate, "__name__", "") == "_default_apply_gate"
-    if activation is None or not usual or experts.is_transposed or experts.has_post_expert_norm:
+    if activation is None or not usual or experts.has_post_expert_norm:
         return run_all_experts(experts, x_ND, selected_NS, weight_NS)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     tensors = [x_ND, selected_NS, weight_NS, getattr(experts, name), experts.down_proj]
     attributes = {"experts": experts.down_proj.shape[0], "gated": experts.has_gate, "activation": activation}
+    if experts.is_transposed:
+        attributes["transposed"] = ["up", "down"]
     if experts.has_bias:
         tensors += [getattr(experts, f"{name}_bias"), experts.down_proj_bias]
         attributes["more"] = ["gate_up_bias", "down_bias"]
@@ -90,28 +93,53 @@ def _multiply(experts: Any, name: str, x: Any, labels: str) -> Any:
 
 
 def run_llama4_experts(module: Any, x_BTD: Any) -> Any:
-    """`Llama4TextMoe`: the router's scores scale the input of an expert."""
+    """`Llama4TextMoe`: scores of the selected experts scale their inputs. The others would have inputs of zero."""
     import torch
 
-    x_ND = x_BTD.reshape(-1, module.hidden_dim)
-    score_NE, logits_NE = module.router(x_ND)
-    experts = module.experts
-    hidden_ENF = torch.einsum("nd,edf->enf", x_ND, experts.gate_up_proj) * score_NE.transpose(0, 1)[..., None]
-    gate_ENF, up_ENF = hidden_ENF.chunk(2, dim=-1)
-    y_END = torch.einsum("enf,efd->end", up_ENF * experts.act_fn(gate_ENF), experts.down_proj)
-    return module.shared_expert(x_ND) + y_END.sum(0), logits_NE
+    x_ND, router, experts = x_BTD.reshape(-1, module.hidden_dim), module.router, module.experts
+    logits_NE = torch.nn.functional.linear(x_ND, router.weight, router.bias)
+    top_NS, selected_NS = torch.topk(logits_NE, router.top_k, dim=1)
+    score_NS = top_NS.float().sigmoid().to(top_NS.dtype)
+    tensors = [x_ND, selected_NS, score_NS, experts.gate_up_proj, experts.down_proj]
+    attributes = {"gated": True, "scaled": "inputs", "transposed": ["up", "down"]}
+    y_ND = call_loop_experts(experts.act_fn, experts.num_experts, tensors, attributes)
+    return module.shared_expert(x_ND) + y_ND, logits_NE
 
 
 def run_dbrx_experts(experts: Any, x_BTD: Any, selected_NS: Any, weight_NS: Any) -> Any:
     """`DbrxExperts`: the weights of all experts are the rows of three matrices."""
+    x_ND, mlp = x_BTD.reshape(-1, experts.hidden_size), experts.mlp
+    tensors = [x_ND, selected_NS, weight_NS, mlp.w1, mlp.w2, mlp.v1]
+    attributes = {"gated": True, "more": ["factor_weight"], "rows": experts.ffn_hidden_size, "transposed": ["down"]}
+    return call_loop_experts(mlp.activation_fn, experts.num_experts, tensors, attributes).view(x_BTD.shape)
+
+
+def call_loop_experts(act_fn: Any, count: int, tensors: list[Any], attributes: dict[str, Any]) -> Any:
+    """Call the operator `experts`, or compute all experts if the operator has no such activation."""
+    from pipefit.model.families.leaf import call_operator
+
+    activation = ACTIVATIONS.get(type(act_fn).__name__)
+    if activation is None:
+        return run_all_loop_experts(act_fn, count, tensors, attributes)
+    attributes = {**attributes, "activation": activation, "experts": count}
+    return call_operator(tensors, "experts", json.dumps(attributes, sort_keys=True))
+
+
+def run_all_loop_experts(act_fn: Any, count: int, tensors: list[Any], attributes: dict[str, Any]) -> Any:
+    """The weighted sum of all experts without biases, whose down projections are (inputs, outputs)."""
     import torch
 
-    x_ND, mlp = x_BTD.reshape(-1, experts.hidden_size), experts.mlp
-    shape = (-1, experts.ffn_hidden_size, experts.hidden_size)
-    weight_NE = spread_weights(selected_NS, weight_NS, experts.num_experts)
-    gate_ENF, up_ENF = (torch.einsum("nd,efd->enf", x_ND, weight.view(shape)) for weight in (mlp.w1, mlp.v1))
-    y_END = torch.einsum("enf,efd->end", mlp.activation_fn(gate_ENF) * up_ENF, mlp.w2.view(shape))
-    return (y_END * weight_NE.transpose(0, 1)[..., None]).sum(0).view(x_BTD.shape)
+    x_ND, selected_NS, weight_NS, up, down, *factor = tensors
+    weight_EN1 = spread_weights(selected_NS, weight_NS, count).transpose(0, 1)[..., None]
+    if factor:
+        parts = (torch.einsum("nd,efd->enf", x_ND, weight.view(count, -1, x_ND.shape[-1])) for weight in (up, *factor))
+        gate_ENF, up_ENF = parts
+    else:
+        gate_ENF, up_ENF = torch.einsum("nd,edf->enf", x_ND, up).chunk(2, dim=-1)
+    if attributes.get("scaled") == "inputs":
+        gate_ENF, up_ENF, weight_EN1 = gate_ENF * weight_EN1, up_ENF * weight_EN1, torch.ones_like(weight_EN1)
+    y_END = torch.einsum("enf,efd->end", act_fn(gate_ENF) * up_ENF, down.view(count, -1, x_ND.shape[-1]))
+    return (y_END * weight_EN1).sum(0)
 
 
 def run_longcat_experts(experts: Any, x_ND: Any, selected_NS: Any, weight_NS: Any) -> Any:
