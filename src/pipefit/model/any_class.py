@@ -7,6 +7,7 @@ directory is run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,9 @@ FIELDS = "library_config"
 
 TOKENS = "tokens"
 """The field of a user model's configuration with the number of tokens of a row."""
+
+SHARED_ELEMENTS = 1 << 24
+"""Elements from which zeros share one number while a class is built without values: 64 MiB in float32."""
 
 
 def library_fields(config: Mapping[str, Any], name: str, tokens: int) -> dict[str, Any] | None:
@@ -144,9 +148,28 @@ def empty_parameters() -> Iterator[None]:
 
     nn.Module.register_parameter = register_empty
     try:
-        yield
+        with _shared_zeros():
+            yield
     finally:
         nn.Module.register_parameter = register
+
+
+def _shared_zeros() -> Any:
+    """Return a mode of torch in which large `torch.zeros` are views of one element, so that nothing is written: a
+    class may make its parameters by them."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class SharedZeros(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if function is torch.zeros and kwargs.keys() <= {"dtype", "device"}:
+                shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+                if math.prod(shape) >= SHARED_ELEMENTS:
+                    return function(1, **kwargs).expand(shape)
+            return function(*args, **kwargs)
+
+    return SharedZeros()
 
 
 def _turn_off_caches(config: Any) -> None:

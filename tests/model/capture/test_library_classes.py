@@ -15,7 +15,7 @@ from benchmarks.model_coverage import class_difference, plan_stages, tiny_exampl
 from benchmarks.tiny_configs import tiny_config
 from pipefit.errors import ModelError
 from pipefit.model.analysis.saved import operator_call
-from pipefit.model.any_class import FIELDS, TOKENS, build_class, library_example
+from pipefit.model.any_class import FIELDS, TOKENS, build_class, empty_parameters, library_example
 from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.ops import KINDS
@@ -134,6 +134,17 @@ def test_frequencies_of_the_length_are_those_of_the_class(kind, original):
     ids = torch.randint(0, 256, (2, 12))
     assert torch.equal(example.module(ids).logits, theirs(ids).logits)
     assert class_difference(example, capture_whole(example, kind)) <= EXACT
+
+
+def test_zeros_of_a_class_without_values_need_no_memory():
+    """Llama 4 makes its experts by `torch.zeros`: 40 GB a layer, and small zeros keep memory of their own."""
+    with empty_parameters():
+        large, small = torch.zeros(10, 1 << 30, dtype=torch.float64), torch.zeros(3, 4)
+        like = torch.zeros((1 << 13, 1 << 13), dtype=torch.bool)
+    assert large.shape == (10, 1 << 30) and large.dtype == torch.float64 and large.untyped_storage().nbytes() == 8
+    assert like.shape == (1 << 13, 1 << 13) and not like[5, 7] and like.untyped_storage().nbytes() == 1
+    small[0] = 1.0
+    assert small.sum() == 4 and torch.zeros(1 << 24).untyped_storage().nbytes() == 1 << 26
 
 
 def test_a_class_is_captured_without_memory_for_its_parameters(tmp_path):
