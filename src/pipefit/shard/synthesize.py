@@ -17,6 +17,7 @@ from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
 from pipefit.model.graph import Layer
 from pipefit.shard.chain import ChainLink, ChainSearch
+from pipefit.shard.setting import ShardSetting
 from pipefit.shard.shares import (
     Weights,
     best_weights,
@@ -30,7 +31,7 @@ from pipefit.shard.shares import (
     overlapped_reduction_s,
     round_weights,
 )
-from pipefit.shard.template import ComputeSegment, held_fractions
+from pipefit.shard.template import held_fractions
 from pipefit.units import format_bytes
 
 Program = TypeVar("Program")
@@ -221,18 +222,59 @@ def _search_parts(
     records = [search_part(parts[0])]
     if len(parts) > 1:
         last = search_part(parts[-1])
-        if _program_key(records[0]) != _program_key(last):
+        if _record_key(records[0]) != _record_key(last):
             records += map(search_part, parts[1:-1])
         records.append(last)
     return records
 
 
-def _program_key(record: ChainRecord | None) -> object:
-    """Return a key that is equal for equal programs."""
-    if record is None:
-        return None
-    choices = [(link, link.choice) for link in record.program]
-    return [(link.takes, link.gives, choice.ways, choice.before, choice.after) for link, choice in choices]
+def _record_key(record: ChainRecord | None) -> object:
+    """Return a key that is equal for records of equal programs."""
+    return None if record is None else _program_key(record.program)
+
+
+def _program_key(links: tuple[ChainLink, ...]) -> object:
+    """Return a key that is equal for equal programs, while a program with this key exists."""
+    distinct = {id(link): link for link in links}
+    numbers = {key: number for number, key in enumerate(distinct)}
+    parts = tuple(
+        (link.takes, link.gives, id(choice.template.steps), choice.ways, choice.before, choice.after)
+        for link, choice in ((link, link.choice) for link in distinct.values())
+    )
+    return parts, tuple(numbers[id(link)] for link in links)
+
+
+class _ProgramCosts:
+    """The costs of one program, computed once for each shares."""
+
+    def __init__(self, setting: ShardSetting, links: tuple[ChainLink, ...]) -> None:
+        self.setting, self.chain = setting, [link.choice for link in links]
+        self.stretches = count_segments(self.chain)
+        self.known: dict[tuple[int, ...], tuple[float | None, tuple[float, ...]]] = {}
+
+    def cost_and_bytes(self, shares: tuple[int, ...]) -> tuple[float | None, tuple[float, ...]]:
+        """Return the seconds of a microbatch, and the bytes held on the fullest device of every kind.
+
+        The seconds are None if the shares leave a device without a unit.
+        """
+        if shares not in self.known:
+            seconds = self._shares_cost_s(shares)
+            self.known[shares] = seconds, () if seconds is None else held_bytes(self.chain, shares)
+        return self.known[shares]
+
+    def _shares_cost_s(self, shares: tuple[int, ...]) -> float | None:
+        setting = self.setting
+        seconds = cost_s(self.stretches, setting.axis_members, shares)
+        if seconds is None or not setting.overlap_share:
+            return seconds
+        return seconds - setting.overlap_share * overlapped_reduction_s(
+            self.chain, [shares] * len(self.chain), setting.bucket_s, setting.microbatches
+        )
+
+
+def _costs_of(setting: ShardSetting, links: tuple[ChainLink, ...]) -> _ProgramCosts:
+    """Return the costs of a program; equal programs of several prices and exposed parts share them."""
+    return setting.make_once(("program costs", _program_key(links)), lambda: _ProgramCosts(setting, links))
 
 
 class _ChainAlternation:
@@ -241,7 +283,8 @@ class _ChainAlternation:
     def __init__(self, chains: ChainSearch, layers: Sequence[Layer], pinned: bool) -> None:
         self.chains, self.layers, self.pinned, self.members = chains, layers, pinned, chains.setting.axis_members
         self.programs: dict[tuple[int, ...], tuple[ChainLink, ...] | None] = {}
-        self.stretches: dict[int, tuple[tuple[ChainLink, ...], list[tuple[ComputeSegment, int]]]] = {}
+        self.costs: dict[int, tuple[tuple[ChainLink, ...], _ProgramCosts]] = {}
+        "By the identity of a program: the program, which keeps its identity taken, and its costs."
 
     def run_from(self, first: Sequence[tuple[int, ...]]) -> ChainRecord | None:
         return alternate_searches(first, self.search_programs, self.improve_shares, self.record_cost_s)
@@ -258,7 +301,7 @@ class _ChainAlternation:
         if self.pinned:
             return []
         chain = [link.choice for link in links]
-        stretches = count_segments(chain)
+        stretches = _costs_of(self.chains.setting, links).stretches
         cuts = cuts_of(stretches)
         around = held_fractions(cuts, links[0].shares, self.members)
         least = least_fraction(cuts)
@@ -267,17 +310,10 @@ class _ChainAlternation:
         return [] if weights is None else round_weights(weights, cuts)
 
     def record_cost_s(self, links: tuple[ChainLink, ...], given: tuple[int, ...]) -> float | None:
-        chain, setting = [link.choice for link in links], self.chains.setting
-        if id(links) not in self.stretches:
-            self.stretches[id(links)] = links, count_segments(chain)
-        seconds = cost_s(self.stretches[id(links)][1], self.members, given)
-        if seconds is None:
-            return None
-        if setting.overlap_share:
-            seconds -= setting.overlap_share * overlapped_reduction_s(
-                chain, [given] * len(chain), setting.bucket_s, setting.microbatches
-            )
-        return seconds * _memory_penalty(self.chains, held_bytes(chain, given))
+        if id(links) not in self.costs:
+            self.costs[id(links)] = links, _costs_of(self.chains.setting, links)
+        seconds, held = self.costs[id(links)][1].cost_and_bytes(given)
+        return None if seconds is None else seconds * _memory_penalty(self.chains, held)
 
 
 def _memory_penalty(chains: ChainSearch, held: Sequence[float]) -> float:
@@ -286,7 +322,7 @@ def _memory_penalty(chains: ChainSearch, held: Sequence[float]) -> float:
 
 
 def _finish_program(chains: ChainSearch, record: ChainRecord) -> SynthesizedProgram:
-    held = held_bytes([link.choice for link in record.program], record.shares)
+    _, held = _costs_of(chains.setting, record.program).cost_and_bytes(record.shares)
     return SynthesizedProgram(
         links=tuple(replace(link, shares=record.shares) for link in record.program),
         shares=record.shares,
