@@ -25,7 +25,8 @@ class FormConverter:
 
     def __init__(self, conversions: Conversions) -> None:
         self.conversions = conversions
-        self._between = _shortest_paths(conversions)
+        self.between_s = _shortest_paths(conversions)
+        "[source form][target form]: seconds of the cheapest path of conversions."
         self._known: dict[tuple[int, int], float] = {}
         self._bounds: dict[tuple[int, int], float] = {}
         self._reached: dict[int, _Reached] = {}
@@ -37,7 +38,7 @@ class FormConverter:
         if not missing:
             return 0.0
         if not missing & (missing - 1) and not have & (have - 1):
-            return self._between[have.bit_length() - 1][missing.bit_length() - 1]
+            return self.between_s[have.bit_length() - 1][missing.bit_length() - 1]
         key = have, want
         if key not in self._known:
             reached = self._reachable_sets(have)
@@ -52,7 +53,7 @@ class FormConverter:
             return 0.0
         key = have, want
         if key not in self._bounds:
-            starts = [self._between[form] for form in range(BITS) if have >> form & 1]
+            starts = [self.between_s[form] for form in range(BITS) if have >> form & 1]
             self._bounds[key] = fsum(
                 min((distances[form] for distances in starts), default=float("inf"))
                 for form in range(BITS)

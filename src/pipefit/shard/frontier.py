@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipefit.shard.conversions import BITS, Conversions, FormConverter
 from pipefit.shard.joining import BlockJoiner, JointOption, Joints, StepBlock
@@ -35,8 +36,7 @@ def form_number_along(dim: int) -> int:
     return 2 + dim
 
 
-@dataclass(frozen=True, slots=True)
-class PricedOption:
+class PricedOption(NamedTuple):
     """One way to compute an operator, with its cost."""
 
     needs: tuple[int, ...]

@@ -10,8 +10,9 @@ layers, are joined once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipefit.shard.conversions import FormConverter
 
@@ -19,8 +20,7 @@ MAX_OPTION_PAIRS = 40_000
 """Largest number of option pairs for joining two steps; beyond it the search over states is cheaper."""
 
 
-@dataclass(frozen=True, slots=True)
-class JointOption:
+class JointOption(NamedTuple):
     """One way to compute all steps of a block."""
 
     needs: tuple[int, ...]
@@ -135,22 +135,49 @@ class BlockJoiner:
 
     def _undominated_options(self, ways: Joints, inputs: Sequence[int], output: int) -> Joints:
         """Return the options without those that another option, plus conversions, can replace at no extra cost."""
-        output_converter = self.converters[output]
-        read = [self.converters[value] for value in inputs]
+        between_s = self.converters[output].between_s
+        bounds = [self.converters[value].bound_s for value in inputs]
         undominated: list[JointOption] = []
+        rivals: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
+        "By result: (cost, needs) of the options above, which get dearer."
         for option in sorted(ways, key=lambda one: one.cost_s):
-            for rival in undominated:
-                left_s = option.cost_s - rival.cost_s - output_converter.bound_s(1 << rival.gives, 1 << option.gives)
-                if left_s < 0:
-                    continue
-                for converter, have, want in zip(read, option.needs, rival.needs, strict=True):
-                    if want & ~have:
-                        left_s -= converter.bound_s(have, want)
-                if left_s >= 0:
-                    break
-            else:
-                undominated.append(option)
+            needs, gives, cost_s, _ = option
+            if any(
+                _is_replaceable(cost_s, needs, cheaper, between_s[form][gives], bounds)
+                for form, cheaper in rivals.items()
+            ):
+                continue
+            undominated.append(option)
+            rivals.setdefault(gives, []).append((cost_s, needs))
         return tuple(undominated)
+
+
+def _is_replaceable(
+    cost_s: float,
+    needs: tuple[int, ...],
+    rivals: Sequence[tuple[float, tuple[int, ...]]],
+    output_s: float,
+    bounds: Sequence[Callable[[int, int], float]],
+) -> bool:
+    """Return whether a rival, plus conversions, costs no more than an option with these needs.
+
+    `rivals` are (cost, needs), which get dearer. `output_s` are the seconds to convert their result, and `bounds` give
+    the seconds to convert every input.
+    """
+    for rival_s, wanted in rivals:
+        left_s = cost_s - rival_s - output_s
+        if left_s < 0:
+            return False
+        if wanted == needs:
+            return True
+        for bound_s, have, want in zip(bounds, needs, wanted, strict=True):
+            if want & ~have:
+                left_s -= bound_s(have, want)
+                if left_s < 0:
+                    break
+        else:
+            return True
+    return False
 
 
 def _pair_options(
@@ -166,26 +193,33 @@ def _pair_options(
     `own` is the reader's input that the maker produces; `places` are the slots of the inputs of maker and reader among
     `count` inputs.
     """
-    by_form: dict[int, list[tuple[int, JointOption]]] = defaultdict(list)
-    for number, option in enumerate(makers):
-        by_form[option.gives].append((number, option))
+    by_form: dict[int, list[tuple[int, float, tuple[int, ...]]]] = defaultdict(list)
+    for number, maker in enumerate(makers):
+        by_form[maker.gives].append((number, maker.cost_s, maker.needs))
     from_maker, from_reader = places
+    apart = from_reader + from_maker == tuple(range(count))
     best: dict[tuple[int, tuple[int, ...]], tuple[float, int, int]] = {}
     for second, reader in enumerate(readers):
-        wanted = reader.needs[own]
-        around = [0] * count
-        for slot, mask in zip(from_reader, reader.needs[:own] + reader.needs[own + 1 :], strict=True):
-            around[slot] = mask
+        gives, wanted = reader.gives, reader.needs[own]
+        around = reader.needs[:own] + reader.needs[own + 1 :]
         for form, options in by_form.items():
             base_s = reader.cost_s + converter.cheapest_s(1 << form, wanted)
             if base_s == float("inf"):
                 continue
-            for first, maker in options:
-                needs = around.copy()
-                for slot, mask in zip(from_maker, maker.needs, strict=True):
-                    needs[slot] |= mask
-                key = reader.gives, tuple(needs)
-                seconds = base_s + maker.cost_s
+            for first, maker_s, needs in options:
+                both = around + needs if apart else _united_needs(around, from_reader, needs, from_maker, count)
+                key = gives, both
+                seconds = base_s + maker_s
                 if key not in best or seconds < best[key][0]:
                     best[key] = seconds, first, second
     return tuple(JointOption(needs, gives, seconds, (a, b)) for (gives, needs), (seconds, a, b) in best.items())
+
+
+def _united_needs(
+    around: tuple[int, ...], around_slots: tuple[int, ...], needs: tuple[int, ...], slots: tuple[int, ...], count: int
+) -> tuple[int, ...]:
+    """Return the sets of forms read by two blocks, at these slots among `count` inputs."""
+    united = [0] * count
+    for slot, mask in zip(around_slots + slots, around + needs, strict=True):
+        united[slot] |= mask
+    return tuple(united)
