@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipefit.shard.conversions import BITS, Conversions, FormConverter
-from pipefit.shard.joining import BlockJoiner, JointOption, Joints, StepBlock
+from pipefit.shard.joining import BlockJoiner, JointOption, Joints, KnownJoints, StepBlock
 
 REPLICATED, PARTIAL = 0, 1
 """Forms are small integers here: I is 0, P is 1, G(d) is 2 + d."""
@@ -60,6 +60,30 @@ Move = tuple[int, int, int]
 """A conversion: (value, from form, to form)."""
 
 
+class KnownParts:
+    """Converters and joined options shared by problems whose steps and conversions are mostly the same objects.
+
+    The keys contain identities, so the values hold the objects.
+    """
+
+    def __init__(self) -> None:
+        self._by_identity: dict[int, tuple[Conversions, FormConverter]] = {}
+        self._by_items: dict[object, FormConverter] = {}
+        self.options: dict[object, tuple[Joints, tuple[PricedOption, ...]]] = {}
+        "Undominated options of single steps."
+        self.joints: KnownJoints = {}
+
+    def find_converter(self, conversions: Conversions) -> FormConverter:
+        """Return the converter of a value; values with equal conversions share one."""
+        key = id(conversions)
+        if key not in self._by_identity:
+            items = tuple(conversions.items())
+            if items not in self._by_items:
+                self._by_items[items] = FormConverter(conversions)
+            self._by_identity[key] = conversions, self._by_items[items]
+        return self._by_identity[key][1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormProblem:
     """A program with the prices of all options and conversions."""
@@ -71,6 +95,8 @@ class FormProblem:
     "The forms of incoming values."
     wanted: Mapping[int, int] = field(default_factory=dict)
     "The required forms of outgoing values."
+    parts: KnownParts = field(default_factory=KnownParts, compare=False, repr=False)
+    "Results that similar problems share."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +149,9 @@ def solve_between(
     `starts` are alternative forms of incoming values (instead of `problem.given`), `ends` of outgoing values. All
     `starts` name the same values, and so do all `ends`.
     """
-    converters = _build_converters(problem)
+    converters = [problem.parts.find_converter(conversions) for conversions in problem.conversions]
     fixed = {value: form for value, form in starts[0].items() if all(start[value] == form for start in starts)}
-    joiner = BlockJoiner(converters, fixed, frozenset(ends[0]))
+    joiner = BlockJoiner(converters, fixed, frozenset(ends[0]), problem.parts.joints)
     blocks = joiner.join_blocks(_build_blocks(problem, converters, joiner))
     solutions: dict[tuple[int, int], PendingSolution] = {}
     for first, start in enumerate(starts):
@@ -146,30 +172,18 @@ def solve_between(
     return solutions
 
 
-def _build_converters(problem: FormProblem) -> list[FormConverter]:
-    """Return the converter of every value; values with equal conversions share one."""
-    known: dict[object, FormConverter] = {}
-    converters = []
-    for conversions in problem.conversions:
-        key = tuple(conversions.items())
-        if key not in known:
-            known[key] = FormConverter(conversions)
-        converters.append(known[key])
-    return converters
-
-
 def _build_blocks(problem: FormProblem, converters: Sequence[FormConverter], joiner: BlockJoiner) -> list[StepBlock]:
     """Return every step as a block; equal steps share their options."""
-    known: dict[object, Joints] = {}
+    known = problem.parts.options
     blocks = []
     for index, step in enumerate(problem.steps):
         inputs = tuple(dict.fromkeys(step.inputs))
         slots = tuple(inputs.index(value) for value in step.inputs)
-        key = step.ways, slots, tuple(id(converters[value]) for value in (*inputs, step.output))
+        key = id(step.ways), slots, tuple(id(converters[value]) for value in (*inputs, step.output))
         if key not in known:
             block = StepBlock(inputs, step.output, _build_joints(step.ways, slots, len(inputs)), index)
-            known[key] = joiner.drop_dominated(block).ways
-        blocks.append(StepBlock(inputs, step.output, known[key], index))
+            known[key] = joiner.drop_dominated(block).ways, step.ways
+        blocks.append(StepBlock(inputs, step.output, known[key][0], index))
     return blocks
 
 

@@ -33,6 +33,9 @@ class JointOption(NamedTuple):
 
 Joints = tuple[JointOption, ...]
 
+KnownJoints = dict[object, tuple[Joints, tuple[object, ...]]]
+"""Options of pairs of blocks. Their keys contain identities, so the second part of a value holds the objects."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBlock:
@@ -68,7 +71,8 @@ class BlockJoiner:
     given: Mapping[int, int]
     kept: frozenset[int]
     "Outgoing values."
-    _known: dict[object, tuple[Joints, tuple[object, ...]]] = field(default_factory=dict)
+    joints: KnownJoints = field(default_factory=dict)
+    "Joined options, which may be shared with other programs."
 
     def join_blocks(self, blocks: Sequence[StepBlock]) -> list[StepBlock]:
         """Return the program without values that have a single reader, unless the joined block would have too many
@@ -125,13 +129,13 @@ class BlockJoiner:
         around = [operand for operand in reader.inputs if operand != value]
         inputs = tuple(dict.fromkeys((*around, *maker.inputs)))
         places = tuple(map(inputs.index, maker.inputs)), tuple(map(inputs.index, around))
-        kin = tuple(id(self.converters[v]) for v in (value, *inputs, reader.output))
-        key = id(maker.ways), id(reader.ways), slot, places, kin
-        if key not in self._known:
+        kin = tuple(self.converters[v] for v in (value, *inputs, reader.output))
+        key = id(maker.ways), id(reader.ways), slot, places, tuple(map(id, kin))
+        if key not in self.joints:
             pairs = _pair_options(maker.ways, reader.ways, slot, places, len(inputs), self.converters[value])
             options = self._undominated_options(pairs, inputs, reader.output)
-            self._known[key] = options, (maker.ways, reader.ways)  # kept alive: the key contains their ids
-        return StepBlock(inputs, reader.output, self._known[key][0], reader.place, (maker, reader))
+            self.joints[key] = options, (maker.ways, reader.ways, kin)
+        return StepBlock(inputs, reader.output, self.joints[key][0], reader.place, (maker, reader))
 
     def _undominated_options(self, ways: Joints, inputs: Sequence[int], output: int) -> Joints:
         """Return the options without those that another option, plus conversions, can replace at no extra cost."""

@@ -14,7 +14,7 @@ from math import fsum
 from pipefit.cost.comm.lowerings import LoweredCollective, SplitFractions
 from pipefit.layout import split_by_shares
 from pipefit.shard.conversions import Conversions
-from pipefit.shard.frontier import FormProblem, FormSolution, Move, PricedOption, PricedStep
+from pipefit.shard.frontier import FormProblem, FormSolution, KnownParts, Move, PricedOption, PricedStep
 
 Line = tuple[float, float]
 """Seconds = first + second x fraction."""
@@ -202,6 +202,7 @@ class PricedTemplate:
             ]
             for key, options in distinct.items()
         }
+        self._at_price: _PricedBytes | None = None
         self._moves = {
             key: [
                 (move, conversion.conversion_s(fractions), _held_bytes(conversion, fractions))
@@ -220,24 +221,48 @@ class PricedTemplate:
         gradient reductions that counts.
         """
         template = self.template
-        priced = {
-            key: tuple(
-                PricedOption(option.needs, option.gives, step_s + exposed * option.once_s + byte_price_s * held)
-                for option, step_s, held in options
-            )
-            for key, options in self._options.items()
-        }
-        moves: dict[int, Conversions] = {
-            key: {move: seconds + byte_price_s * held for move, seconds, held in entries}
-            for key, entries in self._moves.items()
-        }
+        if self._at_price is None or self._at_price.byte_price_s != byte_price_s:
+            self._at_price = _PricedBytes(self._options, self._moves, byte_price_s)
+        priced, moves = self._at_price.options_at(exposed), self._at_price.moves
         problem = FormProblem(
             steps=tuple(PricedStep(step.inputs, step.output, priced[id(step.ways)]) for step in template.steps),
             conversions=tuple(moves[id(conversions)] for conversions in template.conversion_costs),
             given=template.given,
             wanted=template.wanted,
+            parts=self._at_price.parts,
         )
         return problem, tuple(self._able[id(step.ways)] for step in template.steps)
+
+
+_TimedOptions = Mapping[int, Sequence[tuple[OpenOption, float, float]]]
+"""By the identity of a step's options: (option, seconds, bytes held)."""
+
+_TimedMoves = Mapping[int, Sequence[tuple[tuple[int, int], float, float]]]
+"""By the identity of a value's conversions: (move, seconds, bytes held)."""
+
+
+class _PricedBytes:
+    """The costs of a template at one price of a byte; only options with gradient reductions depend on their part."""
+
+    def __init__(self, options: _TimedOptions, moves: _TimedMoves, byte_price_s: float) -> None:
+        self.options, self.byte_price_s = options, byte_price_s
+        self.moves: dict[int, Conversions] = {
+            key: {move: seconds + byte_price_s * held for move, seconds, held in entries}
+            for key, entries in moves.items()
+        }
+        self.parts = KnownParts()
+        self.reduced = {key for key, entries in options.items() if any(option.once_s for option, _, _ in entries)}
+        self.unreduced = {key: self._price_options(key, 0.0) for key in options if key not in self.reduced}
+
+    def options_at(self, exposed: float) -> Mapping[int, tuple[PricedOption, ...]]:
+        """Return the options of every step, if this part of gradient reductions counts."""
+        return {**self.unreduced, **{key: self._price_options(key, exposed) for key in self.reduced}}
+
+    def _price_options(self, key: int, exposed: float) -> tuple[PricedOption, ...]:
+        return tuple(
+            PricedOption(option.needs, option.gives, step_s + exposed * option.once_s + self.byte_price_s * held)
+            for option, step_s, held in self.options[key]
+        )
 
 
 def _is_possible(option: OpenOption, fractions: HeldFractions) -> bool:
