@@ -91,8 +91,8 @@ class StageWork:
     @property
     def data_shares(self) -> tuple[int, ...]:
         """Return the shares of the devices that sum gradients together: replicas, and parts of their sequences."""
-        shares = self.group.find_axis("replica").shares
-        return tuple(share for share in shares for _ in range(self.context_parts))
+        shares, parts = self.group.find_axis("replica").shares, self.context_parts
+        return tuple(share for share in shares for _ in range(parts))
 
     @property
     def state_shares(self) -> tuple[int, ...]:

@@ -75,6 +75,7 @@ def with_contention(
                     if flow is not None:
                         loads[f"SEND_{direction}", index, slice_, pipeline] = flow
     alone_on = Counter(stage.lane for stage in work.stages)
+    shares = _CollectiveShares(network, layers)
     lanes: dict[FlowKey, int] = {}
     for index, stage in enumerate(work.stages):
         reductions = _reduction_flows(index, stage, work, network, costs)
@@ -84,7 +85,7 @@ def with_contention(
         actions = {
             key: load
             for pipeline, pipeline_work in enumerate(works)
-            for key, load in _action_flows(index, pipeline, pipeline_work, beside[pipeline], network, layers).items()
+            for key, load in _action_flows(index, pipeline, pipeline_work, beside[pipeline], shares).items()
         }
         lanes |= dict.fromkeys(actions, stage.lane)
         loads |= reductions | actions
@@ -287,15 +288,32 @@ def _reduction_flows(
     }
 
 
+class _CollectiveShares:
+    """The parts of the stages' actions spent in collectives; stages with equal costs are computed once."""
+
+    def __init__(self, network: Network, layers: LayerCosts) -> None:
+        self.network, self.layers = network, layers
+        self.known: dict[object, list[Mapping[str, float]]] = {}
+
+    def shares_of(self, stage: StageWork, work: PipelineWork, rings: RingTuples) -> list[Mapping[str, float]]:
+        """Return `collective_shares` of a stage beside the collectives of these rings."""
+        key: tuple[object, ...] = (stage_cost_key(stage, self.network), self.network.representative_rings(rings))
+        if stage.context_parts > 1 or stage.expert_parts > 1 or stage.has_sharded_layers:
+            key = (*key, stage.group)
+        if key not in self.known:
+            self.known[key] = collective_shares(stage, work, self.network, self.layers, rings)
+        return self.known[key]
+
+
 def _action_flows(
-    index: int, pipeline: int, work: PipelineWork, beside: RingTuples, network: Network, layers: LayerCosts
+    index: int, pipeline: int, work: PipelineWork, beside: RingTuples, shares: _CollectiveShares
 ) -> dict[FlowKey, _UnnumberedFlow]:
     """Return the actions of a stage with collectives as flows: one ring at a time through each shard group (all shards
     of an expert axis are one), or without shards through each group of devices with parts of the same sequences.
 
     `beside` are the rings with concurrent collectives, which the times of the actions already include.
     """
-    stage, competing = work.stages[index], beside
+    stage, network, competing = work.stages[index], shares.network, beside
     rings = shard_rings(stage)
     if stage.expert_parts > 1:  # one pipeline: these are all rings with concurrent collectives
         rings = beside = expert_rings(stage)
@@ -312,7 +330,7 @@ def _action_flows(
         (kind, index, slice_, pipeline): _UnnumberedFlow(
             {port: part * load_s / slowest for port, load_s in loads}, 1.0, bytes_per_s, None
         )
-        for slice_, parts in enumerate(collective_shares(stage, work, network, layers, competing))
+        for slice_, parts in enumerate(shares.shares_of(stage, work, competing))
         for kind, part in parts.items()
         if part > 0.0
     }
