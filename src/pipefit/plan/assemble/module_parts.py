@@ -168,7 +168,10 @@ def module_parameters(model: Model, parts: PlanSkeleton, programs: ProgramCache)
         stages = [parts.stages[index] for index in stage_indices]
         states = [parts.sharded_state[index] for index in stage_indices]
         split: ShardedState = next(filter(shards_optimizer, states), "none")
-        for parameter in make_parameters(module, stages, parts.groups, programs, split):
+        local = make_parameters(module, stages, parts.groups, programs, split)
+        if len(stages) == len(parts.stages):  # the only module: its stages have their numbers already
+            return local
+        for parameter in local:
             parameters.append(
                 replace(
                     parameter,

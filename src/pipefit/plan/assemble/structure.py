@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import pairwise
 
 from pipefit.errors import PlanError
@@ -145,9 +146,10 @@ def make_parameters(
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
     divided: dict[str, str] = {}
     for index, stage in enumerate(stages):
+        group = groups[stage.group]
+        sharding, shares = sharding_key(stage, group), shard_shares(group)
         for layer in module.layers[stage.layers[0] : stage.layers[1]]:
-            group = groups[stage.group]
-            program = programs.layer_program(layer, sharding_key(stage, group), shard_shares(group))
+            program = programs.layer_program(layer, sharding, shares)
             for spec in program.graphs[0].parameters:
                 name = layer.parameters[spec.name]
                 if (form := program.expert_forms.get(spec.name)) is not None:
@@ -165,6 +167,7 @@ def make_parameters(
                     uses[name].append(index)
     states = {count: state_form(parameter_state(sharded_state, count)) for count in layer_uses.values()}
     spreads_state = splits_rows(stages[0].sharding)
+    forms_of = cache(partial(outer_forms, outer))
 
     def shard_state(name: str) -> str:
         """Return the form of the optimizer state along the shard axis."""
@@ -174,7 +177,7 @@ def make_parameters(
     def outer_state(name: str) -> tuple[str, ...]:
         """Return the forms of the optimizer state along the axes before the shard axis."""
         state = states[layer_uses[name]]
-        return outer_forms(outer, state, state, divided.get(name, state))
+        return forms_of(state, state, divided.get(name, state))
 
     return tuple(
         ParameterPlan(
@@ -182,7 +185,7 @@ def make_parameters(
             shape=facts[name][0],
             trainable=facts[name][1],
             uses=tuple(uses[name]),
-            stored=(*outer_forms(outer, "I", "I", divided.get(name, "I")), facts[name][2]),
+            stored=(*forms_of("I", "I", divided.get(name, "I")), facts[name][2]),
             state=(*outer_state(name), shard_state(name)),
             owner=uses[name][0],
         )
