@@ -42,6 +42,7 @@ COUNT = 41
 plans; and, closer, from 0.9 to 1.1 of what each plan needs by itself."""
 BASE = {
     "vocab_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
 }  # fmt: skip
 FAMILIES = {
     "llama": {"model_type": "llama"},
@@ -231,6 +232,7 @@ def model_of(family: str, hidden: int, layers: int) -> Any:
     from pipefit.model.registry import describe_config
 
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden + hidden // 2, "num_hidden_layers": layers}
+    sizes["head_dim"] = hidden // BASE["num_attention_heads"]
     config = {**BASE, **sizes, **FAMILIES[family]}
     if family == "gpt2":
         config = {

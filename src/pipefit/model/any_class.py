@@ -160,7 +160,7 @@ def _shared_zeros() -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class SharedZeros(TorchFunctionMode):
+    class SharedZeros(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if function is torch.zeros and kwargs.keys() <= {"dtype", "device"}:

@@ -81,7 +81,7 @@ def test_token_ids_of_the_model_outlive_training(tmp_path, alone):
     text = toys.write_text(tmp_path)
     path, one = toys.write_plan(tmp_path, microbatches=2)
     (tmp_path / "model").mkdir()
-    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0}
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 256}  # beyond the vocabulary
     (tmp_path / "model" / "config.json").write_text(json.dumps(dict(one.model.config) | ids | {"dtype": "float16"}))
     save_plan(replace(one, model=replace(one.model, name=str(tmp_path / "model"))), path)
     assert toys.train_here(path, text, tmp_path / "run") == (0, "")
