@@ -10,7 +10,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.support.word_gauge import count_names, count_prose, iterate_docstrings
+import pytest
+from tests.support.word_gauge import (
+    count_names,
+    count_pronouns,
+    count_prose,
+    iterate_comments,
+    iterate_docstrings,
+    iterate_messages,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "tests" / "word_counts.json"
@@ -22,7 +30,7 @@ LOWER = 0.1
 
 
 def measured_shares() -> dict[str, float]:
-    """Return the share of each fault in the source and in the documentation, as it stands."""
+    """Return the share of each fault in the source, its messages and comments, and the documentation, as it stands."""
     files = sorted((ROOT / "src").rglob("*.py"))
     names = asdict(count_names(files))
     shares = {
@@ -40,6 +48,8 @@ def measured_shares() -> dict[str, float]:
         shares[f"{title}: sentences over 30 words"] = prose["long_sentences"] / prose["sentences"]
         shares[f"{title}: clause-first sentences"] = prose["clause_first"] / prose["sentences"]
         shares[f"{title}: clause pronouns per 100 words"] = 100 * prose["pronouns"] / prose["words"]
+    for title, iterate_texts in (("messages", iterate_messages), ("comments", iterate_comments)):
+        shares[f"{title}: clause pronouns per 100 words"] = count_pronouns(list(iterate_texts(files)))
     return {name: share if isinstance(share, int) else round(share, 4) for name, share in shares.items()}
 
 
@@ -72,6 +82,28 @@ def test_the_gauge_counts_each_fault(tmp_path: Path) -> None:
         [*iterate_docstrings([source]), "The planner counts what it needs. Then " + "word " * 31 + "end."]
     )
     assert (prose.sentences, prose.clause_first, prose.pronouns, prose.long_sentences) == (3, 1, 1, 1)
+
+
+def test_the_gauge_counts_messages_and_comments(tmp_path: Path) -> None:
+    source = tmp_path / "sample.py"
+    source.write_text(
+        '"""Return what the docstring says of it."""\n'
+        "# noqa: E501 what a directive says\n"
+        "#: The comment says what it does.\n"
+        "value = 1\n"
+        "'A string below a field says what it is.'\n"
+        "short = 'what is four words'\n"
+        "markup = '<p class=\"a\">what a template of a page shows</p>'\n"
+        "error = ('This stage needs ' f'{value} of those that '\n         'another stage holds.')\n"
+        "nested = f'{\"the rest of the devices\"} idle'\n",
+        encoding="utf-8",
+    )
+    messages = list(iterate_messages([source]))
+    assert messages == ["This stage needs X of those that another stage holds.", "the rest of the devices"]
+    assert count_pronouns(messages) == pytest.approx(100 * 1 / 15)
+    assert list(iterate_comments([source])) == [": The comment says what it does."]
+    assert count_pronouns(list(iterate_comments([source]))) == pytest.approx(100 / 7)
+    assert count_pronouns([]) == 0.0
 
 
 if __name__ == "__main__":

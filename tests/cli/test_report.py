@@ -86,7 +86,7 @@ def test_from_a_plan_through_training_to_its_report(tmp_path, pipefit, monkeypat
     }
     source = (tmp_path / "out.html").read_text()
     assert "<dt>Run: torch</dt>" in source
-    assert "what its devices did in step 3" in source
+    assert "trace of step 3, on one time axis" in source
     start = source.index('id="data">') + len('id="data">')
     data = json.loads(source[start : source.index("</script>", start)])
     measured = [row for row in data["timeline"]["rows"] if row["trace"] == "measured"]

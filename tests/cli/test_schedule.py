@@ -181,7 +181,7 @@ MISTAKES = [
         (
             "No schedule fits into this little memory",
             "0.1, which is 1.6 microbatches of a stage on every device",
-            "at least 0.125, or 2: what one microbatch holds before its backward",
+            "at least 0.125, or 2: one microbatch before its backward",
             "try: --memory 0.125",
         ),
     ),

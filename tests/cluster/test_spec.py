@@ -88,7 +88,7 @@ def test_local_shares_this_machine_and_says_that_it_guesses() -> None:
     assert open_cluster("local:4") == four, "a plan names it so, and finds the same again"
     with pytest.raises(ClusterError, match="At least one device"):
         local_cluster(0)
-    with pytest.raises(ClusterError, match="too little memory for so many processes") as error:
+    with pytest.raises(ClusterError, match="too little memory for this number of processes") as error:
         local_cluster(100_000)
     assert "100000 processes" in str(error.value) and "at most" in str(error.value)
 

@@ -143,7 +143,7 @@ def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -
     text = summarize_cluster(cluster)
     assert "network: 5 rounds of pairs (7 are all pairs), 3 times; noise" in text
     assert "16 links were predicted from others, not measured, mean error 1.2%" in text
-    assert "a port limits what 1 of 8 hosts send to two others at once" in text
+    assert "ports of 1 of 8 hosts limit sending to two others at once" in text
     assert "host0, host1 share 1.50 GB/s out" in text and "slow each other down" in text
     made.surveys["network"] = replace(made.surveys["network"], predicts=False)
     with pytest.raises(ClusterError, match="These links could not be measured"):

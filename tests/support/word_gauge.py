@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ CLAUSE_PRONOUNS = re.compile(
 )
 SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`*\[(])")
 LONG_SENTENCE_WORDS = 30
+MESSAGE_WORDS = 5
+"""Shorter string literals are names and values, not messages."""
+MARKUP = re.compile(r"</?[a-z]+[ >]")
+"""A tag of HTML or SVG: the literal is a template. The source has no other code in literals of MESSAGE_WORDS words."""
+DIRECTIVE = re.compile(r"#\s*(?:noqa|fmt:|type:|pragma:|ruff:|mypy:|!)")
+"""A comment for a tool."""
 GIVEN_NAMES = frozenset({"forward", "backward"})
 """Methods that PyTorch names."""
 
@@ -111,6 +118,12 @@ def count_prose(texts: Sequence[str]) -> ProseCounts:
     )
 
 
+def count_pronouns(texts: Sequence[str]) -> float:
+    """Return the clause pronouns per 100 words of texts that need not be sentences; 0 without words."""
+    words = sum(len(text.split()) for text in texts)
+    return 100 * sum(len(CLAUSE_PRONOUNS.findall(text)) for text in texts) / words if words else 0.0
+
+
 def iterate_sentences(text: str) -> Iterator[str]:
     """Yield the sentences of at least four words in a Markdown text or a docstring."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -131,3 +144,35 @@ def iterate_docstrings(files: Sequence[Path]) -> Iterator[str]:
                 text = ast.get_docstring(node)
                 if text:
                     yield text
+
+
+def iterate_messages(files: Sequence[Path]) -> Iterator[str]:
+    """Yield the string literals of at least MESSAGE_WORDS words: messages, notes and help texts.
+
+    A value in an f-string counts as one word. Docstrings, strings below a field and templates of HTML are left out.
+    """
+    for file in files:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        parts |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            text = "" if id(node) in parts else _literal_text(node)
+            if len(text.split()) >= MESSAGE_WORDS and not MARKUP.search(text):
+                yield text
+
+
+def iterate_comments(files: Sequence[Path]) -> Iterator[str]:
+    """Yield the comments, line by line, without the ones for tools such as `noqa`."""
+    for file in files:
+        with tokenize.open(file) as lines:
+            for token in tokenize.generate_tokens(lines.readline):
+                if token.type == tokenize.COMMENT and not DIRECTIVE.match(token.string):
+                    yield token.string.lstrip("# ")
+
+
+def _literal_text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+    return ""

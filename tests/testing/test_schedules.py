@@ -61,7 +61,7 @@ def test_a_family_may_refuse_microbatches_and_slices(refusal: str) -> None:
 
 
 FAULTS = {
-    "a vague refusal": (refuse_where("microbatches", "", lambda problem: True), "the error says what is allowed"),
+    "a vague refusal": (refuse_where("microbatches", "", lambda problem: True), "the error states the allowed values"),
     "every problem": (refuse_where("microbatches", "none", lambda problem: True), "refuses 7 to 35 microbatches"),
     "a single slice": (refuse_where("slices", "2", lambda problem: problem.slices == 1), "a single slice is refused"),
     "nothing": (replace(BREADTH_FIRST, build=lambda problem: None), "build returns NoneType, not a Schedule"),

@@ -107,7 +107,7 @@ def limit_units(problem: ScheduleProblem, memory: float | None) -> int | None:
         return None
     if not 0 < memory < 1e9:
         raise ScheduleError(
-            "The memory must be a positive number: 1 is what the first device of 1F1B holds.",
+            "The memory must be a positive number: 1 is the memory of the first device of 1F1B.",
             where="--memory",
             seen=memory,
             allowed="for example 0.5",
@@ -118,8 +118,7 @@ def limit_units(problem: ScheduleProblem, memory: float | None) -> int | None:
             "No schedule fits into this little memory.",
             where="--memory",
             seen=f"{memory:g}, which is {limit:.10g} {unit_name(problem, limit)} on every device",
-            allowed=f"at least {format_units(least, problem)}, or {least}: what one microbatch holds before its "
-            "backward",
+            allowed=f"at least {format_units(least, problem)}, or {least}: one microbatch before its backward",
             next_step=f"--memory {format_units(least, problem)}, or more devices with smaller stages",
         )
     return math.floor(limit + 1e-9)

@@ -122,7 +122,7 @@ def _check_options(config: ProfileConfig, options: ProfileOptions) -> None:
             "Files are read only with --from.",
             where="pipefit profile",
             seen=" ".join(options.files),
-            next_step=f"say what they are, for example --from nccl-tests {options.files[0]}",
+            next_step=f"name their format, for example --from nccl-tests {options.files[0]}",
         )
     _at_least(("--local", options.local, 0), ("--sequence", config.sequence, 16), ("--rounds", config.layer_rounds, 1))
     if config.dtype not in ("", *LAYER_DTYPES):

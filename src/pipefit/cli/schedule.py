@@ -45,7 +45,7 @@ class ScheduleOptions:
     stage: tuple[str, ...] = ()
     "Times of one stage: STAGE=F,I,W. Repeatable."
     memory: float | None = None
-    "Memory of a device; 1 is what the first device of 1F1B holds."
+    "Memory of a device; 1 is the memory of the first device of 1F1B."
     placement: str | None = None
     "linear, looped or v; the family's own by default, v for fit."
     seconds: float | None = None

@@ -146,7 +146,7 @@ def local_cluster(devices: int, machine: LocalMachine | None = None) -> Cluster:
     device_bytes = memory // devices - PROCESS_BYTES
     if device_bytes <= 0:
         raise ClusterError(
-            "This machine has too little memory for so many processes.",
+            "This machine has too little memory for this number of processes.",
             where="--local",
             seen=f"{devices} processes, {format_bytes(memory)}",
             allowed=f"at most {memory // (PROCESS_BYTES + 1)}: each needs {format_bytes(PROCESS_BYTES)} for itself",

@@ -162,7 +162,7 @@ def _record_text(record: Any, field: str, where: str) -> bytes:
             f"There is no field {field!r}.",
             where=where,
             seen=", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__,
-            next_step="name the field that holds the text with --field; for chat data that of the messages",
+            next_step="name the field that holds the text with --field; for chat data name the field of the messages",
         )
     if not isinstance(record[field], str):
         raise DataError(f"The field {field!r} is not text.", where=where, seen=repr(record[field])[:60])

@@ -75,7 +75,7 @@ def _rail_lines(name: str, rail: RailCurve) -> Iterator[str]:
     if rail.sharing is not None:
         shared = sum(rail.sharing.out_shared)
         count = len(rail.sharing.out_shared)
-        yield f"  {name}: a port limits what {shared} of {count} hosts send to two others at once"
+        yield f"  {name}: ports of {shared} of {count} hosts limit sending to two others at once"
         for uplink in rail.sharing.uplinks:
             rates = [
                 f"{format_bandwidth(rate)} {direction}"

@@ -184,7 +184,7 @@ def _check_turns(turns: Sequence[RoundRobin], stages: int, microbatches: int) ->
     for stage, (turn, count, multiple) in enumerate(turns):
         if not 0 <= turn < count or multiple < 1 or microbatches % multiple or turn * multiple >= microbatches:
             raise ScheduleError(
-                "The stage would have no microbatch, or cannot take so many together.",
+                "The stage would have no microbatch, or cannot take this number together.",
                 where=f"turns[{stage}]",
                 seen=f"turn {turn} of {count}, {multiple} of {microbatches} microbatches together",
                 allowed="0 <= turn < turns, a unit for every turn, and whole units",

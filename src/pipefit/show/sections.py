@@ -162,9 +162,7 @@ def timeline_section(subject: ReportSubject, kinds: Iterable[str], left_out: int
 def _timeline_lead(subject: ReportSubject, traced: bool) -> str:
     record = subject.record
     if traced and record is not None and record.trace is not None:
-        return (
-            f"Each lane's prediction stands above what its devices did in step {record.trace.step}, on one time axis."
-        )
+        return f"Each lane's prediction stands above its devices' trace of step {record.trace.step}, on one time axis."
     if record is not None:
         return "The run left no trace, so only the prediction is drawn."
     return "The plan has not run: this is the simulator's prediction, one row a lane."

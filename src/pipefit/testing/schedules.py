@@ -267,7 +267,7 @@ def _is_refusal_of_size(error: ScheduleError, problem: ScheduleProblem, where: s
     """Return True if a family refuses the number of microbatches or slices, in the words of the how-to page."""
     if error.where not in ("microbatches", "slices"):
         return False
-    require(bool(error.allowed), f"{where}: the error says what is allowed. {error.full_text()}")
+    require(bool(error.allowed), f"{where}: the error states the allowed values. {error.full_text()}")
     require(error.where != "slices" or problem.slices > 1, f"{where}: a single slice is refused")
     least = problem.slices == 1 and str(error.allowed).startswith("at least")
     require(not least, f"{where}: least_units does not state this minimum. {error.full_text()}")

@@ -116,7 +116,7 @@ NCCL_ERRORS: list[tuple[str, Callable[[str], str], str]] = [
     ("some rows", cut(20), "the file was cut short"),
     ("half a row", lambda text: "\n".join(text.splitlines()[:20])[:-30], "The row does not fit the header"),
     ("no devices", lambda text: text.replace(" on ", " at "), "does not list its devices"),
-    ("other units", lambda text: text.replace("(us)", "(ms)"), "units of the table are not those"),
+    ("other units", lambda text: text.replace("(us)", "(ms)"), "units of the table are not the ones"),
     ("negative", lambda text: text.replace("   36.", "  -36.", 1), "The entry is impossible."),
     ("no number", lambda text: text.replace("   36.", "   x6.", 1), "The entry is no number."),
     ("missing", lambda text: re.sub(r"  36\.\d+", "", text, count=1), "does not fit the header"),
@@ -203,7 +203,7 @@ def test_topologies_that_are_wrong(change: Callable[[str], str], message: str) -
 
 
 def test_topology_needs_the_kind_and_knows_its_nvlinks(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="the input does not say what they are"):
+    with pytest.raises(ClusterError, match="the input does not name them"):
         read_cluster("nvidia-smi-topo", [TOPOLOGY])
     with pytest.raises(ClusterError, match="disagree on the devices of a host"):
         read_cluster("nvidia-smi-topo", [TOPOLOGY], devices="4xA100-80")
@@ -265,7 +265,7 @@ def test_a_host_in_two_hostfiles_and_a_missing_count(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="The number of devices of a host is not known"):
         read_cluster("hostfile", [str(bare)], devices="A100-80", network="1GB/s")
     assert len(read_cluster("hostfile", [str(bare)], devices="8xA100-80", network="1GB/s").hosts) == 2
-    with pytest.raises(ClusterError, match="This does not say what devices a host holds"):
+    with pytest.raises(ClusterError, match="This does not name the devices of a host"):
         read_cluster("hostfile", [str(bare)], devices="eight of them", network="1GB/s")
 
 

@@ -244,7 +244,7 @@ def test_pinned_slices_are_obeyed() -> None:
     given = search_plans(context, LONG, Constraints(slices=(40960, 24576), stages=3, schedule="1f1b"))
     assert {one.decisions.slices for one in given.fitting} == {(40960, 24576)}
     for constraints in (Constraints(slices=20_000), Constraints(slices=2000, slice_multiple=64)):
-        with pytest.raises(PlanError, match=r"cannot be cut into so many slices[\s\S]*--fix slices"):
+        with pytest.raises(PlanError, match=r"cannot be cut into this number of slices[\s\S]*--fix slices"):
             search_plans(context, LONG, constraints)
 
 

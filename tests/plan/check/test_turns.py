@@ -59,10 +59,10 @@ BREAKS: dict[str, tuple[Change, list[str]]] = {
     "a turn missing": (put("stages", 1, "turns", value=3), ["every turn once", "module 'vision'", "turn 1 of 3"]),
     "several together": (
         put("stages", 1, "microbatch_multiple", value=3),
-        ["divide as many microbatches together", "stages[1]", "3, beside 1"],
+        ["divide equally many microbatches together", "stages[1]", "3, beside 1"],
     ),
     "divided otherwise": (
-        put("stages", 1, "divide", value="images"), ["divide as many", "stages[1].divide", "images, beside samples"],
+        put("stages", 1, "divide", value="images"), ["divide equally many", "stages[1].divide", "images, beside samples"],
     ),
     "images of sequences": (
         put("stages", 2, "divide", value="images"), ["Only a stage of packed images", "stages[2].divide", "26 tokens"],

@@ -141,7 +141,7 @@ def test_too_many_slices_are_refused() -> None:
     with pytest.raises(PlanError) as caught:
         cuts.uniform_slices(1000, 16, 64)
     text = str(caught.value)
-    assert "1000 tokens cannot be cut into so many slices of at least 64" in text and "1 to 15" in text
+    assert "1000 tokens cannot be cut into this number of slices of at least 64" in text and "1 to 15" in text
     assert "smaller `slice_multiple`" in text, "the way out that no message else tells"
 
 

@@ -138,9 +138,9 @@ def test_ranks_with_another_plan_are_named():
         store.set(f"pipefit/token/{rank}", token)
     with pytest.raises(RunError) as error:
         verify_ranks(store, 0, 4, "plan a", 5.0)
-    assert "another plan, options or software than the others: 2." in error.value.full_text()
+    assert "another plan, options or software than the rest: 2." in error.value.full_text()
     assert "plan b on rank 2, plan a on rank 0" in error.value.full_text()
-    with pytest.raises(RunError, match="than the others: 2"):
+    with pytest.raises(RunError, match="than the rest: 2"):
         verify_ranks(store, 3, 4, "plan a", 5.0)
 
 
@@ -163,7 +163,7 @@ def test_ranks_with_other_options_are_named(options, seen):
     store.set("pipefit/token/1", rank_token(one, replace(config, **options), 1))
     with pytest.raises(RunError) as error:
         verify_ranks(store, 0, 2, rank_token(one, config, 0), 5.0)
-    assert "another plan, options or software than the others: 1." in error.value.full_text()
+    assert "another plan, options or software than the rest: 1." in error.value.full_text()
     assert (
         f"seen: {seen}\n" in error.value.full_text()
         and "start all ranks with the same command" in error.value.full_text()
@@ -229,7 +229,7 @@ def test_the_launcher_names_the_rank_that_died_first():
     [
         ("kill@1,1", ("Rank 1 died", "SIGKILL")),
         ("oom@1,1", ("Device 1 ran out of memory", "lane 1, step 2", "injected: out of memory")),
-        ("plan@1", ("another plan, options or software than the others", "-other")),
+        ("plan@1", ("another plan, options or software than the rest", "-other")),
     ],
 )
 def test_a_local_run_ends_with_one_message(tmp_path, fault, words):

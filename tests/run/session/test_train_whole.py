@@ -75,7 +75,7 @@ def without_data(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("", ["does not say what it is trained on", "bare.py:stripes", "dataset=", "--data FILE.py:FUNCTION"]),
+        ("", ["names no data set to train on", "bare.py:stripes", "dataset=", "--data FILE.py:FUNCTION"]),
         ("text.txt", ["fed from a data set, not from text", "text.txt", "FILE.py:FUNCTION"]),
         ("rows.py:flat", ["does not fit the model's input", "rows.py:flat[0], input", "(256,)", "float (1, 16, 16)"]),
         ("rows.py:absent", ["The file has no such function", "absent", "flat"]),

@@ -141,7 +141,7 @@ def test_collisions_are_drawn() -> None:
     [
         ({"forward": (0, 0)}, r"(?s)stage 1 starts before.*F at 0, the F of stage 0 at 0"),
         ({"backward": (4, 1)}, r"(?s)stage 1 starts before.*backward at 1, its F at 1"),
-        ({"backward": (2, 2)}, r"(?s)stage 0 starts before.*backward at 2, that of stage 1 at 2"),
+        ({"backward": (2, 2)}, r"(?s)stage 0 starts before.*backward at 2, the backward of stage 1 at 2"),
         ({"weight": (4, 4)}, r"(?s)stage 0 starts before.*W at 4, its I at 4"),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_pass_before_what_it_needs_is_named(change: dict[str, tuple[int, ...]]
 def test_a_fused_backward_takes_two_slots() -> None:
     check_block(one_f_one_b(3))
     early = replace(one_f_one_b(3), backward=(6, 5, 3))
-    with pytest.raises(ScheduleError, match=r"(?s)stage 0 starts before.*backward at 6, that of stage 1 at 5"):
+    with pytest.raises(ScheduleError, match=r"(?s)stage 0 starts before.*backward at 6, the backward of stage 1 at 5"):
         check_block(early)
     with pytest.raises(ScheduleError, match=r"(?s)collide.*0F.*0B"):
         check_block(replace(one_f_one_b(1), interval=2))

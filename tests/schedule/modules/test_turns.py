@@ -82,7 +82,7 @@ def test_turns_that_cannot_be_and_families_that_know_none() -> None:
         ((RoundRobin(0, 1, 4),), "4 of 6"),
         ((RoundRobin(3, 4, 2),), "turn 3 of 4, 2 of 6"),
     ):
-        with pytest.raises(ScheduleError, match="no microbatch, or cannot take so many") as error:
+        with pytest.raises(ScheduleError, match="no microbatch, or cannot take this number") as error:
             ScheduleProblem(placement=(0,), microbatches=6, turns=turns)
         assert seen in str(error.value)
     with pytest.raises(ScheduleError, match="for every stage, or for none"):
@@ -102,5 +102,5 @@ def test_an_action_that_is_not_the_first_of_its_unit() -> None:
     moved = Schedule(
         name="moved", placement=schedule.placement, microbatches=4, slices=1, lanes=lanes, turns=schedule.turns
     )
-    with pytest.raises(ScheduleError, match="not the first of what stage 0 takes together"):
+    with pytest.raises(ScheduleError, match="does not begin a unit that stage 0 takes together"):
         check_schedule(moved, EDGES)

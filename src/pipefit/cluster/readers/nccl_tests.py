@@ -230,7 +230,7 @@ def _check_units(line: str, columns: Sequence[str], where: str) -> None:
     wanted = ["B", "elements", *(_FIELDS[column] for column in columns if column in _FIELDS)]
     if units != wanted:
         raise FormatError(
-            "The units of the table are not those that nccl-tests writes.",
+            "The units of the table are not the ones of nccl-tests.",
             where=where,
             seen=" ".join(units) or "nothing",
             allowed="(B) (elements) (us) (GB/s) (GB/s) (us) (GB/s) (GB/s)",

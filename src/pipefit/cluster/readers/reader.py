@@ -59,9 +59,9 @@ def given_devices(given: ReaderOptions, where: str, count: int | None) -> tuple[
     match = _DEVICES.match(given.devices)
     if match is None:
         raise MissingFactsError(
-            "The devices of a host are not known: the input does not say what they are."
+            "The devices of a host are not known: the input does not name them."
             if not given.devices
-            else "This does not say what devices a host holds.",
+            else "This does not name the devices of a host.",
             where=where if not given.devices else "--devices",
             seen=repr(given.devices) if given.devices else None,
             allowed="--devices KIND or COUNTxKIND, for example --devices 8xA100-80",

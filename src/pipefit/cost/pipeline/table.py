@@ -413,7 +413,7 @@ def _cost_provenance(network: Network) -> tuple[str, ...]:
         if kind.product_traffic is not None:
             how = "for large products, measured by others or assumed; other kernels fitted to published runs"
         notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:.2g} {how}")
-        beside = f"{kind.overlap:.0%} of what runs beside the last backward is free" if kind.overlap else "none is free"
+        beside = f"{kind.overlap:.0%} of the time beside the last backward is free" if kind.overlap else "none is free"
         origin = "assumed" if kind.product_traffic is None else "fitted to published runs"
         notes.append(f"reductions on {kind.name} beside a backward: {beside}: {origin}")
     return tuple(notes)

@@ -65,7 +65,7 @@ def _read_folder(folder: Path, task: Task) -> Iterator[ManifestSample]:
                 where=str(folder / path),
                 seen=error,
                 allowed=f"UTF-8 text in {beside.name}",
-                next_step="add it, or write a manifest that says what the samples are",
+                next_step="add it, or write a manifest that lists the samples",
             ) from None
         caption = task == "caption"
         parts = [SamplePart(kind="image" if caption else "generate", value=path.as_posix())]

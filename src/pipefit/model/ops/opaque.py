@@ -42,7 +42,7 @@ OPERATORS = (
             "inputs": "how many of the inputs are values; the rest are parameters, by local name",
             "shape": "shape of the output",
             "parameter_count": "numbers in its parameters",
-            "kept_factor": "estimate of what it keeps, in units of its output",
+            "kept_factor": "estimate of its saved activations, in units of its output",
             "reason": "why it could not be captured",
             "tokenwise": "whether the layer's class says that a token's output depends on that token alone",
             "suspects": "PyTorch's modules inside that draw random numbers or mix tokens: [`random`, `mixes`; which]",

@@ -130,7 +130,7 @@ OPERATORS = (
         inputs=("x", "positions"),
         attributes={
             "theta": "base of the frequencies",
-            "dim": "features of a head that turn (the first ones); the others pass",
+            "dim": "features of a head that turn (the first ones); the rest pass",
             "scaling": "null or the rope_scaling object; see `rotary_frequencies`",
             "style": "`half` pairs (i, i + dim/2), `interleaved` pairs (2i, 2i + 1)",
         },

@@ -53,7 +53,8 @@ def _module_problems(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
             expected, actual = getattr(first, name), getattr(plan.stages[index], name)
             if expected != actual:
                 yield PlanError(
-                    "Stages that take turns hold the same layers, and take and divide as many microbatches together.",
+                    "Stages that take turns hold the same layers, and take and divide equally many microbatches "
+                    "together.",
                     where=f"stages[{index}].{name}",
                     seen=f"{actual}, beside {expected} of stage {own[0]}",
                 )

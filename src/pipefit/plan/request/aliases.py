@@ -90,7 +90,7 @@ ALIASES: Mapping[str, KeyAlias] = {
     ),
     "device_order": KeyAlias("mapping: hostname, search, or device numbers", _same_value("mapping")),
     "microbatches_per_call": KeyAlias("multiple: microbatches of a module's call", _same_value("multiple")),
-    "split_by": KeyAlias("divide: what the replicas of a module divide", _same_value("divide")),
+    "split_by": KeyAlias("divide: samples or images, divided by the replicas of a module", _same_value("divide")),
     "max_units_ahead": KeyAlias("ahead: units that a module may run ahead", _same_value("ahead")),
 }
 """Aliases whose meaning does not depend on other choices."""

@@ -239,9 +239,9 @@ def _opaque_obstacles(operator: Operator, where: str) -> Iterator[PlanError]:
             "or draw random numbers that depend on the slices.",
             where=where,
             seen=f"opaque: {attributes['reason']}",
-            allowed="layers that were captured, and those that say `tokenwise = True`",
-            next_step="leave out the slices; or, if what the layer makes of a token depends on that token alone, say "
-            "so with the class attribute `tokenwise = True`",
+            allowed="layers that were captured, and layers with `tokenwise = True`",
+            next_step="leave out the slices; or, if a token's output depends on that token alone, say so "
+            "with the class attribute `tokenwise = True`",
         )
 
 

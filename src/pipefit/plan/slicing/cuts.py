@@ -99,7 +99,7 @@ def check_number(length: int, slices: int, multiple: int, where: str = "the numb
     """Raise PlanError if this many slices of at least `multiple` tokens are impossible."""
     if not 1 <= slices <= most_slices(length, multiple):
         raise PlanError(
-            f"A sequence of {length} tokens cannot be cut into so many slices"
+            f"A sequence of {length} tokens cannot be cut into this number of slices"
             + (f" of at least {multiple} tokens." if multiple > 1 else "."),
             where=where,
             seen=slices,

@@ -268,7 +268,7 @@ def _judge_tokens(tokens: list[str], timeout_s: float) -> RunError | None:
     odd = ", ".join(part for part in first if part not in usual) or "less"
     instead = ", ".join(part for part in usual if part not in first) or "less"
     return RunError(
-        f"These ranks have another plan, options or software than the others: {name_ranks(differing)}.",
+        f"These ranks have another plan, options or software than the rest: {name_ranks(differing)}.",
         where="start of the run",
         seen=f"{odd} on rank {differing[0]}, {instead} on rank {tokens.index(common)}",
         allowed="the same plan file, options and package versions on all hosts; paths may differ",

@@ -39,7 +39,7 @@ def resume_run(worker: Worker, plan: Plan, config: TrainConfig, feeding: BatchSo
                 f"The checkpoint is of another run: {words} differs, so the run could not continue as it was.",
                 where=str(folder),
                 seen=f"{extra.get(key)} in the checkpoint, {value} now",
-                next_step=f"use what the run used, or start a new run with --weights {weights}",
+                next_step=f"use the values of the checkpoint, or start a new run with --weights {weights}",
             )
     checkpoint.load_checkpoint(folder, stored_pieces(worker, manifest.tensors), group=world.cpu_group)
     worker.skipped_steps = int(extra.get("skipped_steps", 0))

@@ -99,7 +99,7 @@ def user_samples(found: UserModel, plan: Plan, config: TrainConfig) -> UserSampl
         dataset = load_function(where)
     if dataset is None:
         raise DataError(
-            "The model does not say what it is trained on.",
+            "The model names no data set to train on.",
             where=found.source,
             seen="Example(dataset=None)",
             allowed="Example(..., dataset=...), or --data FILE.py:FUNCTION: a data set with items by number",

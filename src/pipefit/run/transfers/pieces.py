@@ -106,7 +106,7 @@ def _partial_axes(source: Mesh, sent: Sequence[TensorForm], wire: Sequence[Tenso
                 where=f"axis {axis.name!r} of the sender's group",
                 seen=f"{before} to {after}",
                 allowed="the same form, P to I or G (adds the partial sums), I to G (cuts)",
-                next_step="let it leave in the form it has; the receivers take what they need of it",
+                next_step="let it leave in the form it has; the receivers take the parts that they need",
             )
     return tuple(summed)
 

@@ -102,7 +102,7 @@ def check_block(block: BuildingBlock) -> None:
         needed = _too_early(block, stage)
         if needed is not None:
             raise ScheduleError(
-                f"A pass of stage {stage} starts before what it needs.\n{draw_block(block)}",
+                f"A pass of stage {stage} starts before its inputs.\n{draw_block(block)}",
                 where=f"stage {stage}",
                 seen=needed,
             )
@@ -131,7 +131,7 @@ def _too_early(block: BuildingBlock, stage: int) -> str | None:
     if stage + 1 == len(forward) and backward[stage] <= forward[stage]:
         return f"backward at {backward[stage]}, its F at {forward[stage]}"
     if stage + 1 < len(forward) and backward[stage] < backward[stage + 1] + back:
-        return f"backward at {backward[stage]}, that of stage {stage + 1} at {backward[stage + 1]}"
+        return f"backward at {backward[stage]}, the backward of stage {stage + 1} at {backward[stage + 1]}"
     if block.weight and block.weight[stage] <= backward[stage]:
         return f"W at {block.weight[stage]}, its I at {backward[stage]}"
     return None

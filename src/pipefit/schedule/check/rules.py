@@ -185,7 +185,7 @@ def _wrong_place(schedule: Schedule, lane: int, action: Action) -> str | None:
         if not turn.takes_microbatch(action.microbatch):
             return f"Microbatch {action.microbatch} is not one of stage {action.stage}: {_turn_text(turn)}."
         if action.kind in COMPUTE and turn.unit_start(action.microbatch) != action.microbatch:
-            return f"Microbatch {action.microbatch} is not the first of what stage {action.stage} takes together."
+            return f"Microbatch {action.microbatch} does not begin a unit that stage {action.stage} takes together."
     if action.kind in TRANSFER:
         if not 0 <= action.peer < schedule.num_stages:
             return f"There is no stage {action.peer} to exchange with: the schedule has {schedule.num_stages}."
@@ -277,9 +277,9 @@ class _TransferRules:
         compute = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward_action(unit)
         assert compute is not None
         if action.kind.startswith("SEND") and compute > cell:
-            return f"{action} stands before {self.schedule.lanes[compute[0]][compute[1]]}, which makes what it sends."
+            return f"{action} stands before {self.schedule.lanes[compute[0]][compute[1]]}, which makes its tensor."
         if action.kind.startswith("RECV") and compute < cell:
-            return f"{action} stands behind {self.schedule.lanes[compute[0]][compute[1]]}, which uses what it receives."
+            return f"{action} stands behind {self.schedule.lanes[compute[0]][compute[1]]}, which uses its tensor."
         return None
 
     def _backward_action(self, unit: Unit) -> Cell | None:
