@@ -103,7 +103,7 @@ def joint_search_table() -> str:
                 "" if best is None else f"{best:.3f}",
             )
         )
-    columns = "request | step of the free plan | pins planned | pins refused, or nothing fits | best pin over free"
+    columns = "request | step of the free plan | fixed plans | refused, or nothing fits | best fixed plan over free"
     return format_table(columns, rows)
 
 

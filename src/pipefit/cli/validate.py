@@ -37,7 +37,7 @@ class ValidateOptions:
 
 @takes_options(ValidateOptions, flags={"sets": ("--set",), "show_all": ("--all",)}, metavars={"sets": "NAME"})
 def command(options: ValidateOptions) -> None:
-    """Predict runs that others published, as `pipefit plan` does: data sheets, and their degrees pinned."""
+    """Predict runs that others published, as `pipefit plan` does: data sheets, with their degrees fixed."""
     from pipefit.cli._progress import ProgressLines
     from pipefit.errors import FormatError
     from pipefit.validate.sets import choose_sets

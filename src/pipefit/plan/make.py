@@ -57,7 +57,7 @@ from pipefit.plan.passes.split_sequences import fix_context, search_contexts
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
 from pipefit.plan.request.expert_parts import check_experts, splits_rows
 from pipefit.plan.request.narrow_blocks import check_blocks
-from pipefit.plan.request.nearest_pins import explain_contradiction
+from pipefit.plan.request.nearest_constraints import explain_contradiction
 from pipefit.plan.request.sampled_batches import (
     Arrange,
     SampledBatches,
@@ -131,8 +131,8 @@ def is_interrupted(plan: Plan) -> bool:
     return plan.prediction is not None and INTERRUPTED in plan.prediction.assumptions
 
 
-def _check_pins(context: PlannerContext, job: Job, constraints: Constraints) -> None:
-    """Raise PlanError, with the nearest fixes that go together, if the constraints leave nothing to consider."""
+def _check_constraints(context: PlannerContext, job: Job, constraints: Constraints) -> None:
+    """Raise PlanError, with the nearest constraints that go together, if these leave nothing to consider."""
     layers, devices = len(context.only_module.layers), device_count(context.cluster)
 
     def check_fixes(fixes: Constraints) -> None:
@@ -265,13 +265,13 @@ def prepare_request(
     top: int = 5,
     tolerance: float = 0.0,
 ) -> SearchRequest:
-    """Return the inputs of the passes for a model of one module, with its pinned programs searched.
+    """Return the inputs of the passes for a model of one module, with its fixed programs searched.
 
     Raises PlanError for constraints that contradict each other, or that leave no candidate.
     """
     check_one_module(constraints)
     constraints = default_constraints(context.model, constraints).with_context_defaults
-    _check_pins(context, job, constraints)
+    _check_constraints(context, job, constraints)
     if splits_rows(constraints.sharding):
         check_experts(context.model, constraints.shards or (1,), "--fix shards, sharding")
     elif constraints.expert is not None:

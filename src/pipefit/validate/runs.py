@@ -36,7 +36,7 @@ class MeasuredRun:
     cluster: Cluster
     job: Job
     fix: tuple[str, ...]
-    "The `--fix` options that pin its degrees."
+    "The `--fix` options that fix its degrees."
     step_s: float
     is_fitted: bool = False
     "Whether the constants of data sheets are fitted to this run."

@@ -62,7 +62,7 @@ BREAKS: dict[str, tuple[Change, list[str]]] = {
         ["divide equally many microbatches together", "stages[1]", "3, beside 1"],
     ),
     "divided otherwise": (
-        put("stages", 1, "divide", value="images"), ["divide equally many", "stages[1].divide", "images, beside samples"],
+        put("stages", 1, "divide", value="images"), ["equally many", "stages[1].divide", "images, beside samples"],
     ),
     "images of sequences": (
         put("stages", 2, "divide", value="images"), ["Only a stage of packed images", "stages[2].divide", "26 tokens"],

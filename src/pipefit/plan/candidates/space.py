@@ -227,10 +227,10 @@ def _mixed_grids(
     )
     time_s = cutter.row_time(job, (constraints.recompute or ("none",))[0], program)
     kinds = cutter.compare_kinds(job, shards)
-    pinned = constraints.replicas
-    even = [len(pinned)] if pinned else [count for count in divisors_of(job.batch) if count * place_size <= limit]
+    fixed_counts = [len(constraints.replicas)] if constraints.replicas else []
+    even = fixed_counts or [count for count in divisors_of(job.batch) if count * place_size <= limit]
     for lanes in range(1, min(limit // place_size, layers) + 1):
-        uneven = [len(pinned)] if pinned else replica_counts(lanes, kinds.counts, job.batch)
+        uneven = fixed_counts or replica_counts(lanes, kinds.counts, job.batch)
         for replicas in sorted({*even, *uneven}):
             size = replicas * lanes * place_size
             if size > limit or (constraints.devices is not None and size != constraints.devices):
@@ -327,9 +327,9 @@ def _microbatch_counts(job: Job, replicas: tuple[int, ...], constraints: Constra
     even = len({*replicas}) == 1
     for count in _batch_divisors(job, constraints):
         rows = job.batch // count
-        pinned = constraints.microbatches is not None or constraints.replicas is not None
+        has_fixed_rows = constraints.microbatches is not None or constraints.replicas is not None
         all_have_rows = all(start < stop for start, stop in split_by_shares(rows, replicas))
-        if all_have_rows and (not even or pinned or rows % len(replicas) == 0):
+        if all_have_rows and (not even or has_fixed_rows or rows % len(replicas) == 0):
             yield count
 
 

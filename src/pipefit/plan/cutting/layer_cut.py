@@ -94,16 +94,16 @@ def best_cut(
     rows: Sequence[LayerRow],
     held: Sequence[float],
     placement: tuple[int, ...],
-    pinned: tuple[int, ...],
+    fixed_cuts: tuple[int, ...],
     balances: dict[object, Balance] | None = None,
 ) -> LayerCut | None:
-    """Return the fastest cut that fits, or the `pinned` one; None if none fits.
+    """Return the fastest cut that fits, or the `fixed_cuts` one; None if none fits.
 
     `balances` holds the balanced boundaries of rows that were cut before. Rows that differ in memory alone share them.
     """
     layers, stages = len(rows[0].forward_s), len(rows)
-    if pinned or stages == 1:
-        cut = measure_cut((0, *pinned, layers), rows, held, placement)
+    if fixed_cuts or stages == 1:
+        cut = measure_cut((0, *fixed_cuts, layers), rows, held, placement)
         return cut if cut.may_fit else None
     stage_counts = Counter(placement)
     turns = [stage_counts[lane] for lane in placement]

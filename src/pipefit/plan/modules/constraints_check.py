@@ -212,11 +212,11 @@ def sharing_choices(constraints: Constraints, names: Sequence[str], able: Collec
     choices: list[tuple[tuple[str, ...], ...]] = []
     for name in names:
         module, placement = constraints.of_module(name), _placement_of(name, constraints)
-        pinned = _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
+        fixed_devices = _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
         explicit = module.placement == "shared" or module.multiple is not None
         if explicit:
             _check_shared(name, constraints, able)
-        if name in able and not pinned and placement != "disjoint":
+        if name in able and not fixed_devices and placement != "disjoint":
             choices.append(((name,),) if explicit or placement == "shared" else ((), (name,)))
     if constraints.modules == "shared" and not choices:
         raise PlanError(
@@ -234,7 +234,7 @@ def sharing_choices(constraints: Constraints, names: Sequence[str], able: Collec
 def _check_shared(name: str, constraints: Constraints, able: Collection[str]) -> None:
     """Raise PlanError if a module that the constraints put on the devices of another cannot be there."""
     multiple, placement = constraints.of_module(name).multiple, _placement_of(name, constraints)
-    pinned = _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
+    fixed_devices = _fixed_keys(name, OWN_DEVICES_ONLY, constraints)
     if multiple is not None and placement not in (None, "shared"):
         raise PlanError(
             "Only a module that shares devices can process several microbatches together.",
@@ -250,12 +250,12 @@ def _check_shared(name: str, constraints: Constraints, able: Collection[str]) ->
             allowed=f"shared for {', '.join(sorted(able))}" if able else "disjoint for every module of this model",
             next_step="modules at an end of the chain, next to the one with the most work, can share its devices",
         )
-    if pinned:
+    if fixed_devices:
         raise PlanError(
             "A module that shares devices is complete on every lane: it has no stages or devices of its own.",
             where=f"--fix {name}.placement",
-            seen=f"shared, with {', '.join(pinned)}",
-            next_step=f"drop --fix {pinned[0]}, or fix {name}.placement=disjoint",
+            seen=f"shared, with {', '.join(fixed_devices)}",
+            next_step=f"drop --fix {fixed_devices[0]}, or fix {name}.placement=disjoint",
         )
 
 

@@ -105,9 +105,9 @@ def _run_as(
         yield _with_module(decisions, place, replace(own, sharding=variant.sharding))
 
 
-def _division_choices(now: bool, images: float, pinned: bool) -> list[bool]:
+def _division_choices(now: bool, images: float, fixed: bool) -> list[bool]:
     """Return whether images are divided: the present value, and the other one if samples have several images."""
-    return [now] if pinned or (images <= 1.0 and not now) else [now, not now]
+    return [now] if fixed or (images <= 1.0 and not now) else [now, not now]
 
 
 def _with_division(decisions: MultiModuleConfig, name: str, divided: bool) -> MultiModuleConfig:
@@ -147,8 +147,8 @@ def _cut_elsewhere(own: ParallelConfig, layers: int) -> Iterator[ParallelConfig]
                 yield replace(own, cuts=cuts)
 
 
-def _toggle_recompute(own: ParallelConfig, pinned: bool) -> Iterator[ParallelConfig]:
-    if not pinned:
+def _toggle_recompute(own: ParallelConfig, fixed: bool) -> Iterator[ParallelConfig]:
+    if not fixed:
         yield replace(own, recompute=("full",) if own.recompute == ("none",) else ("none",))
 
 

@@ -96,7 +96,7 @@ def search_modules(
             raise
         interrupted = True
     if not finder.trials.fitting:
-        raise finder.trials.no_plan_error(pinned=constraints != NO_CONSTRAINTS)
+        raise finder.trials.no_plan_error(constrained=constraints != NO_CONSTRAINTS)
     result = finder.build_result()
     return replace(result, notes=(INTERRUPTED, *result.notes)) if interrupted else result
 

@@ -123,8 +123,8 @@ class ModuleTrials:
         )
         return max(total_s / self.context.network.devices, fixed_s)
 
-    def no_plan_error(self, pinned: bool) -> PlanError:
-        """Return the error for a search without a plan; `pinned` if there were constraints."""
+    def no_plan_error(self, constrained: bool) -> PlanError:
+        """Return the error for a search without a plan; `constrained` if there were constraints."""
         if not self.misfits:
             devices = self.context.network.devices
             return DoesNotFitError(
@@ -133,7 +133,7 @@ class ModuleTrials:
                 seen=f"{devices} devices for {len(self.costed)} modules, batch {self.job.batch}",
                 allowed="every module within the memory of its devices, and no more replicas than samples in a "
                 "microbatch or stages than layers",
-                next_step="use more devices, or a smaller model" + (", or drop a --fix" if pinned else ""),
+                next_step="use more devices, or a smaller model" + (", or drop a --fix" if constrained else ""),
             )
         closest = min(self.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
         assert isinstance(closest.decisions, MultiModuleConfig)

@@ -87,7 +87,7 @@ def best_plans(
     first = first or search_plans(context, job, constraints, top)
     recut = _recut_best(context, job, constraints, first, min(layouts, FITTING_BUDGET.recut_placements))
     resliced = reslice_best(context, job, constraints, recut)
-    pinned = constraints.schedule == FIT
+    fit_required = constraints.schedule == FIT
     if constraints.schedule not in (None, FIT):
         return resliced
     fitted: list[EvaluatedPlan] = []
@@ -97,9 +97,9 @@ def best_plans(
         best_s = min((plan.step_s for plan in (*resliced.fitting[:1], *fitted)), default=float("inf"))
         fits = (look, fit_layout(context, tables))
         plan = min((plan for plan in fits if plan is not None), key=lambda plan: plan.rank_key, default=None)
-        if plan is not None and (pinned or plan.step_s < best_s * (1 - TIE)):
+        if plan is not None and (fit_required or plan.step_s < best_s * (1 - TIE)):
             fitted.append(plan)
-    family_plans = [relabel_fitted(plan) for plan in resliced.fitting] if pinned else resliced.fitting
+    family_plans = [relabel_fitted(plan) for plan in resliced.fitting] if fit_required else resliced.fitting
     fitting = _distinct_plans(sorted((*family_plans, *fitted), key=lambda plan: plan.rank_key))
     return replace(resliced, fitting=tuple(fitting), fitted=len(fitted))
 

@@ -66,8 +66,8 @@ def search_state_groups(
         return found
     if not best or not best[0].decisions.hybrid_group:
         return found
-    pinned = replace(held, state_group=best[0].decisions.hybrid_group)
-    exact = best_plans(context, job, pinned, top)
+    grouped = replace(held, state_group=best[0].decisions.hybrid_group)
+    exact = best_plans(context, job, grouped, top)
     return merge_results(found, replace(exact, fitting=(*best, *exact.fitting)))
 
 

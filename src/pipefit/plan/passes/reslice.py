@@ -55,13 +55,13 @@ def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, fo
 
     Constrained slices are kept, and so is a constrained number of slices.
     """
-    pinned = constraints.slices
-    if not found.fitting or pinned == 1 or isinstance(pinned, tuple):
+    fixed_slices = constraints.slices
+    if not found.fitting or fixed_slices == 1 or isinstance(fixed_slices, tuple):
         return found
     slicer, best = slicer_of(context.layer_cutter, job, constraints), found.fitting[0]
     if slicer.obstacle is not None:
         return found
-    tried = _simulate_starts(context, job, constraints, slicer, best) if pinned is None else []
+    tried = _simulate_starts(context, job, constraints, slicer, best) if fixed_slices is None else []
     start = min([best, *(plan for plan in tried if plan.simulation.fits_in_memory)], key=lambda plan: plan.step_s)
     if not start.decisions.slices:
         near = [plan for plan in tried if _plan_value(plan) <= (0.0, best.step_s * (1 + RESLICING_BUDGET.step_slack))]
@@ -70,7 +70,7 @@ def reslice_best(context: PlannerContext, job: Job, constraints: Constraints, fo
 
     def evaluate_slices(slices: Slices) -> SlicingScore:
         if slices not in looked:
-            if len(slices) == 1 or (pinned is not None and len(slices) != pinned):
+            if len(slices) == 1 or (fixed_slices is not None and len(slices) != fixed_slices):
                 return float("inf"), float("inf")
             try:
                 looked[slices] = _evaluate_decisions(context, job, replace(start.decisions, slices=slices))

@@ -166,8 +166,8 @@ class GroupSearch:
 
     def microbatch_counts(self, layout: GroupLayout) -> list[int]:
         """Return numbers of microbatches with the same number of rows on every replica."""
-        pinned = self.constraints.microbatches
-        counts = [pinned] if pinned else self.divisors
+        fixed_count = self.constraints.microbatches
+        counts = [fixed_count] if fixed_count else self.divisors
         return [count for count in counts if self.job.batch % (count * layout.replica_count) == 0]
 
     def search_programs(self, candidates: Sequence[GroupCandidate]) -> Iterator[GroupCandidate]:

@@ -1,4 +1,4 @@
-"""Fixes that contradict each other: which ones, and the nearest values that go together."""
+"""Constraints that contradict each other: the ones concerned, and the nearest values that go together."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pipefit.errors import PlanError
 from pipefit.plan.request.constraints import Constraints
 
 VALUES_TRIED = 64
-"""Nearest values tried for each fix."""
+"""Nearest values tried for each constraint."""
 
 COUNTS = ("replicas", "context", "expert", "shards", "stages", "microbatches", "state_group")
-"""Fixes with a count that the message replaces by the nearest value."""
+"""Constraints with a count that the message replaces by the nearest value."""
 
 
 def explain_contradiction(
     error: PlanError, constraints: Constraints, largest: int, check: Callable[[Constraints], None]
 ) -> PlanError:
-    """Return an error about contradicting fixes, with the fixes concerned and the nearest values that go together.
+    """Return an error about contradicting constraints: the ones concerned, and the nearest values that go together.
 
-    A fix is concerned if changing it alone satisfies `check`, which raises PlanError for constraints that leave no
-    plan. `largest` is the largest count tried. The error is returned unchanged if no change of one fix helps.
+    A constraint is concerned if changing it alone satisfies `check`, which raises PlanError for constraints that leave
+    no plan. `largest` is the largest count tried. The error is returned unchanged if no change of one constraint helps.
     """
     changes = [change for key in COUNTS if (change := _nearest_value(key, constraints, largest, check)) is not None]
     if not changes:
         return error
-    pins = [f"{key}={_count_of(value)}" for key in COUNTS if (value := getattr(constraints, key))]
-    nearest = ("the nearest that go together: " if len(pins) > 1 else "the nearest possible: ") + ", or ".join(
+    fixes = [f"{key}={_count_of(value)}" for key in COUNTS if (value := getattr(constraints, key))]
+    nearest = ("the nearest that go together: " if len(fixes) > 1 else "the nearest possible: ") + ", or ".join(
         " ".join(
             f"{name}={count if name == key else _count_of(value)}"
             for name in COUNTS
@@ -39,7 +39,7 @@ def explain_contradiction(
     return type(error)(
         error.what,
         where=error.where,
-        seen=f"{error.seen} (fixed: {', '.join(pins)})",
+        seen=f"{error.seen} (fixed: {', '.join(fixes)})",
         allowed=error.allowed,
         next_step=nearest,
     )
