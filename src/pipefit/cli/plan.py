@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pipefit.cli._options import takes_options
 from pipefit.cli._plans import MEMORY_FLAGS
+from pipefit.optimizers import DEFAULT as DEFAULT_OPTIMIZER
 
 if TYPE_CHECKING:
     from pipefit.cli._progress import ProgressLines
@@ -60,7 +61,7 @@ class PlanOptions:
     "Print the plan as JSON instead of tables."
     output: Path | None = None
     "Write the plan to this file."
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT_OPTIMIZER
     "The optimizer, from which memory follows; a wrong name lists them."
     lora: int = 0
     "Train low-rank adapters (LoRA) of this rank; the model itself is frozen."

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipefit.cli._options import takes_options
+from pipefit.optimizers import DEFAULT as DEFAULT_OPTIMIZER
 
 if TYPE_CHECKING:
     from pipefit.cli._progress import ProgressLines
@@ -42,7 +43,7 @@ class SizeOptions:
     precision: str = "bfloat16"
     """bfloat16 (gradients in float32), bfloat16-gradients, fp8 (bfloat16 with the linear layers of blocks in FP8),
     fp8-bfloat16-gradients, float16, tf32, float32 or float64."""
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT_OPTIMIZER
     "The optimizer, from which memory follows; a wrong name lists them."
     fix: tuple[str, ...] = ()
     "Fix a choice on every cluster, as for `pipefit plan`; repeatable."

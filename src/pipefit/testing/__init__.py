@@ -1,7 +1,7 @@
-"""Conformance suites for plug-ins: the checks that built-in schedule families and operators pass, as plain functions.
+"""Conformance suites for plug-ins: the checks of built-in schedule families, operators and optimizers, as functions.
 
 A check raises AssertionError that names the failed requirement. The suites need neither pytest nor hypothesis. Checks
-of operators need torch: import them from `pipefit.testing.operators`.
+of operators and optimizers need torch: import them from `pipefit.testing.operators` and `pipefit.testing.optimizers`.
 """
 
 from pipefit.testing.schedules import (
