@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pipefit.optimizers.sharded_state import STATES
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "pipefit"
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -310,8 +312,9 @@ def test_nothing_is_left_to_do_in_the_source() -> None:
         assert found is None, f"{path}: {found[0] if found else ''}"
 
 
-STATE_WORDS = {"none", "optimizer", "gradients", "parameters"}
-"""The values of `sharded_state`. Other fields have `none` too."""
+STATE_WORDS = {*STATES}
+COMMON_WORDS = {"none", "optimizer"}
+"""The values of `sharded_state`, and the ones that other fields have too."""
 
 
 def state_comparisons(module: ast.Module) -> Iterator[int]:
@@ -331,7 +334,7 @@ def state_comparisons(module: ast.Module) -> Iterator[int]:
             parts = side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
             words |= {part.value for part in parts if isinstance(part, ast.Constant)}
         named = any(re.search(r"(state|sharded)\b", ast.unparse(side)) for side in sides)
-        if words and words <= STATE_WORDS and (named or words & {"gradients", "parameters"}):
+        if words and words <= STATE_WORDS and (named or words - COMMON_WORDS):
             yield node.lineno
 
 
