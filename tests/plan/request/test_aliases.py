@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from tests.support.plan_toys import toy_model
@@ -67,6 +69,32 @@ JOB = Job(batch=12, sequence=64, precision="float32")
 )
 def test_aliases_become_fields(words: str, constraints: Constraints) -> None:
     assert parse_constraints(words.split(), batch=12) == constraints
+
+
+FIELD_WORDS = {
+    "rank_order": ("inner", {"dp-first": "replica", "pp-first": "stage"}),
+    "device_order": ("mapping", {"hostname": "hostname", "search": "search", "1,0": "1,0"}),
+    "microbatches_per_call": ("multiple", {"3": "3"}),
+    "split_by": ("divide", {"images": "images", "samples": "samples"}),
+    "max_units_ahead": ("ahead", {"2": "2"}),
+}
+
+
+@pytest.mark.parametrize("alias", FIELD_WORDS)
+def test_a_word_of_the_field_is_a_key_of_plan_files(alias: str) -> None:
+    """By each value, alone and for a module. A wrong value is refused."""
+    key, values = FIELD_WORDS[alias]
+    for module, (value, known) in itertools.product(("", "vision."), values.items()):
+        constraints = parse_constraints([f"{module}{alias}={value}"])
+        assert constraints == parse_constraints([f"{module}{key}={known}"]) != NO_CONSTRAINTS
+    with pytest.raises(PlanError, match="not a valid value for"):
+        parse_constraints([f"{alias}=neither"])
+
+
+def test_the_glossary_lists_these_words() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text.partition("## Keys of")[2], re.MULTILINE)
+    assert dict(rows) == {alias: key for alias, (key, _) in FIELD_WORDS.items()}
 
 
 def test_no_alias_hides_a_key() -> None:
