@@ -23,6 +23,12 @@ def page_examples(page: str) -> dict[str, str]:
     return dict(blocks)
 
 
+def page_blocks(page: str) -> list[str]:
+    """Return the Python examples of a page, in their order."""
+    text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def write_package(folder: Path, files: Mapping[str, str], entry: str, name: str = "toy") -> Path:
     """Write an installed package with this entry point (`MODULE` or `MODULE:FUNCTION`), as pip would."""
     for path, text in files.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 from tests.support import train_toys as toys
 from tests.support import worker_cases as cases
 from tests.support import worker_plans as plans
-from tests.support.plugin_package import installed, package_environment, page_examples, write_package
+from tests.support.plugin_commands import read_losses, run_with_package
+from tests.support.plugin_package import installed, page_examples, write_package
 
 from pipefit.errors import ModelError, PipefitError, PluginError
 from pipefit.model.families import FAMILIES, InitialValue, ModelFamily, register_model_family
@@ -71,33 +72,17 @@ def test_commands_plan_train_and_draw_it(toy_site: Path) -> None:
     """By the entry point alone, in processes that know of the package only what is installed."""
     folder = toy_site.parent
     text = toys.write_text(folder)
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        extra = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        return subprocess.run(
-            [sys.executable, "-m", "pipefit", *words],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env=package_environment(toy_site) | extra,
-            timeout=toys.TIME_LIMIT_S,
-        )
-
-    made = run("plan", "--model", "my-model", "--local", "2", "--batch", "8", "--seq", "16", "--precision", "float64",
-               "--fix", "stages=2", "--fix", "microbatches=2", "-o", "plan.json")  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    run = partial(run_with_package, toy_site, folder)
+    run("plan", "--model", "my-model", "--local", "2", "--batch", "8", "--seq", "16", "--precision", "float64",
+        "--fix", "stages=2", "--fix", "microbatches=2", "-o", "plan.json")  # fmt: skip
     plan = load_plan(folder / "plan.json")
     assert plan.model.family == "toy-mlp" and len(plan.stages) == 2
-    verified = run("verify", "plan.json", "--rank", "1")
-    assert verified.returncode == 0, verified.stderr
-    trained = run("train", "plan.json", "--data", str(text), "--steps", "2", "--held-out", "8", "--device", "cpu",
-                  "--local", "2", "-o", "run")  # fmt: skip
-    assert trained.returncode == 0, trained.stderr
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    run("verify", "plan.json", "--rank", "1")
+    run("train", "plan.json", "--data", str(text), "--steps", "2", "--held-out", "8", "--device", "cpu",
+        "--local", "2", "-o", "run")  # fmt: skip
+    losses = read_losses(folder / "run")
     assert len(losses) == 2 and all(4 < loss < 8 for loss in losses), "near log 256 in the beginning"
-    drawn = run("report", "run", "-o", "report.html")
-    assert drawn.returncode == 0, drawn.stderr
+    run("report", "run", "-o", "report.html")
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "my-model (toy-mlp)" in page and 'id="timeline"' in page
 
