@@ -10,7 +10,8 @@ from tests.support.plan_toys import toy_model
 from benchmarks.plain_devices import plain_spec
 from pipefit.errors import DoesNotFitError
 from pipefit.plan.evaluate.planner_context import PlannerContext
-from pipefit.plan.make import NOTHING_SEARCHED, PASSES, PassState, SearchRequest, make_plan
+from pipefit.plan.make import PASSES, make_plan
+from pipefit.plan.passes.pass_state import NOTHING_SEARCHED, PassState, SearchRequest
 from pipefit.plan.request.constraints import parse_constraints
 from pipefit.plan.types import Job
 

@@ -6,8 +6,8 @@ prediction, runners-up and notes. If nothing fits, the error says how much memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from pipefit.cluster.files import check_peaks
 from pipefit.cluster.topology import device_count
@@ -15,11 +15,9 @@ from pipefit.cluster.types import Cluster
 from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
-from pipefit.plan.assemble.predict import add_prediction
 from pipefit.plan.assemble.shard_recipes import request_from_constraints
 from pipefit.plan.candidates.space_checks import check_space
 from pipefit.plan.evaluate.garbage_collection import defer_collection
-from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.search_progress import (
     CONTEXTS,
@@ -28,7 +26,6 @@ from pipefit.plan.evaluate.search_progress import (
     LAYOUTS,
     MISFIT,
     PLACING,
-    SENSITIVITY,
     STATE_GROUPS,
     TRADE,
     SearchObserver,
@@ -36,24 +33,16 @@ from pipefit.plan.evaluate.search_progress import (
 )
 from pipefit.plan.evaluate.simplicity import TOLERANCE, check_tolerance, choose_simplest
 from pipefit.plan.explain.nearest_fit import does_not_fit
-from pipefit.plan.explain.reasons import (
-    PartsOf,
-    binding_memory,
-    fastest_plan,
-    list_alternatives,
-    tolerance_note,
-)
-from pipefit.plan.explain.slice_notes import slice_note
-from pipefit.plan.explain.step_parts import step_parts
-from pipefit.plan.explain.unused_kinds import unused_kind_notes
-from pipefit.plan.modules.search import ModuleSearchResult, search_modules
+from pipefit.plan.explain.reasons import fastest_plan
+from pipefit.plan.explain.result import explain_modules, explain_result
+from pipefit.plan.modules.search import search_modules
 from pipefit.plan.passes.device_groups.search import search_groups
 from pipefit.plan.passes.fitted_orders import best_plans, relabel_fitted
 from pipefit.plan.passes.group_state import search_state_groups
-from pipefit.plan.passes.memory_trade import TradeCurve, trade_memory
+from pipefit.plan.passes.memory_trade import TRADE_BUDGET, trade_memory
+from pipefit.plan.passes.pass_state import NOTHING_SEARCHED, PassState, SearchPass, SearchRequest
 from pipefit.plan.passes.place_devices import place_candidates
-from pipefit.plan.passes.sensitivity import analyse_sensitivity
-from pipefit.plan.passes.split_sequences import fix_context, search_contexts
+from pipefit.plan.passes.split_sequences import search_contexts
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints, check_one_module
 from pipefit.plan.request.expert_parts import check_experts, splits_rows
 from pipefit.plan.request.narrow_blocks import check_blocks
@@ -66,10 +55,9 @@ from pipefit.plan.request.sampled_batches import (
     deal_samples,
 )
 from pipefit.plan.request.sequence_length import fixed_length
-from pipefit.plan.types import Job, Plan, TradePoint
+from pipefit.plan.types import Job, Plan
 from pipefit.schedule.fit.family import FIT
 from pipefit.shard.apart import check_row_independence
-from pipefit.units import format_seconds
 
 
 @defer_collection()
@@ -113,17 +101,17 @@ def make_plan(
     if len(model.modules) > 1:
         sampled = complete_samples(samples, model, job) if samples else assumed_samples(model, job)
         module_search = search_modules(context, job, constraints, sampled, arrange, keep_best)
-        return _plan_modules(context, job, module_search, top)
+        return explain_modules(context, job, module_search, top)
     request = prepare_request(context, job, constraints, top, tolerance)
     state = PassState(NOTHING_SEARCHED)
     try:
         for state in iter_passes(request):  # noqa: B007 - the state so far, in case of an interruption
             pass
-        return _explain_result(request, state)
+        return explain_result(request, state)
     except KeyboardInterrupt:
         if not keep_best:
             raise
-        return _explain_result(request, _best_so_far(request, state))
+        return explain_result(request, _best_so_far(request, state))
 
 
 def is_interrupted(plan: Plan) -> bool:
@@ -142,59 +130,6 @@ def _check_constraints(context: PlannerContext, job: Job, constraints: Constrain
         check_fixes(constraints)
     except PlanError as error:
         raise explain_contradiction(error, constraints, max(devices, job.batch), check_fixes) from None
-
-
-@dataclass(frozen=True, slots=True)
-class SearchRequest:
-    """The inputs of every pass."""
-
-    context: PlannerContext
-    job: Job
-    constraints: Constraints
-    "Choices that the user fixed, and a sharding that follows from them."
-    top: int
-    tolerance: float = 0.0
-    "Fraction by which the simplest plan may be slower than the fastest."
-
-    def hold_context(self, plans: Sequence[EvaluatedPlan]) -> SearchRequest:
-        """Return the request with the context axis of the first of these plans, if any."""
-        if not plans:
-            return self
-        parts = plans[0].decisions.context
-        self.context.split_sequences(parts)
-        return replace(self, constraints=fix_context(self.constraints, parts))
-
-
-@dataclass(frozen=True, slots=True)
-class PassState:
-    """The search result after a pass, with the notes and points that passes add."""
-
-    result: SearchResult
-    placement_note: str = ""
-    group_note: str = ""
-    trade: tuple[TradePoint, ...] = ()
-    interrupted: bool = False
-
-    @property
-    def searched_notes(self) -> tuple[str, ...]:
-        """The notes of the searches for devices and groups, which are about the fastest plan."""
-        return tuple(filter(None, (self.placement_note, self.group_note)))
-
-
-NOTHING_SEARCHED = SearchResult(
-    fitting=(),
-    misfits=(),
-    unfit=0,
-    lower_bound_s=float("inf"),
-    open_bound_s=float("inf"),
-    considered=0,
-    simulated=0,
-)
-
-TRADED_LAYOUTS = 2
-"""Layouts whose memory is traded at most: a faster point of the first one may leave another plan the simplest."""
-
-SearchPass = Callable[[SearchRequest, PassState], PassState]
 
 
 def search_layouts(request: SearchRequest, state: PassState) -> PassState:
@@ -240,12 +175,12 @@ def trade_time(request: SearchRequest, state: PassState) -> PassState:
     """Choose the simplest plan within the tolerance, and trade memory against time on its layout."""
     request.context.tracker.start_pass(TRADE, keeps_plans=False)
     result, tolerance = state.result, request.tolerance
-    for _ in range(TRADED_LAYOUTS if tolerance else 1):
+    for _ in range(TRADE_BUDGET.traded_layouts if tolerance else 1):
         simplest = choose_simplest(result.fitting, tolerance)
         fastest_s = fastest_plan(result).step_s
         held = request.hold_context([simplest])
         curve = trade_memory(held.context, held.job, held.constraints, simplest, tolerance, fastest_s)
-        result = _put_first(result, curve)
+        result = curve.lead_result(result)
         if choose_simplest(result.fitting, tolerance) is curve.best:
             break
     return replace(state, result=result, trade=curve.points)
@@ -311,84 +246,6 @@ def _best_so_far(request: SearchRequest, state: PassState) -> PassState:
     return state
 
 
-def _explain_result(request: SearchRequest, state: PassState) -> Plan:
-    """Return the best plan with its prediction, notes, sensitivity and alternatives."""
-    result, best = state.result, state.result.fitting[0]
-    request = request.hold_context([best])
-    context, job, constraints = request.context, request.job, request.constraints
-    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    bound_s = sound_bound_s(result.lower_bound_s, fastest_plan(result).step_s)
-    plan = add_prediction(plan, context.model, best.simulation, bound_s)
-    assert plan.prediction is not None
-    context.tracker.start_pass(SENSITIVITY, keeps_plans=False)
-    if state.interrupted:
-        notes: tuple[str, ...] = (INTERRUPTED, f"search: {context.tracker.simulated} simulated until the interruption")
-    else:
-        notes = (
-            *unused_kind_notes(context, job, result),
-            *filter(None, [tolerance_note(result)]),
-            *(_note_subject(result, note) for note in state.searched_notes),
-            slice_note(context, job, constraints, result),
-            _search_note(request, state),
-        )
-    prediction = replace(
-        plan.prediction,
-        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
-        assumptions=(*plan.prediction.assumptions, *notes),
-        sensitivity=() if state.interrupted else analyse_sensitivity(context, job, constraints, best),
-        trade=state.trade,
-    )
-    alternatives = list_alternatives(result, request.top, _parts_in(context))
-    return replace(plan, prediction=prediction, alternatives=alternatives)
-
-
-def _parts_in(context: PlannerContext) -> PartsOf:
-    """Return the function from a plan to the parts of its step."""
-    return lambda plan: step_parts(plan.simulation, context.network, context.layers)
-
-
-def _note_subject(result: SearchResult, note: str) -> str:
-    """Return a note about the fastest plan, which says so if another plan is chosen."""
-    begin, _, text = note.partition(": ")
-    return note if fastest_plan(result) is result.fitting[0] else f"{begin}: of the fastest plan: {text}"
-
-
-def _search_note(request: SearchRequest, state: PassState) -> str:
-    """Return the counts of the search, whether it proved the plan, and the gain of a fitted order."""
-    result = state.result
-    best, fastest = result.fitting[0], fastest_plan(result)
-    if result.open_bound_s >= fastest.step_s:
-        whose = "this" if fastest is best else "the fastest"
-        proof = f"no candidate left has a lower bound below {whose} plan's time"
-    else:
-        proof = f"the search budget was used up: a plan of {format_seconds(result.open_bound_s)} is not ruled out"
-    counted = (
-        f"search: {result.considered} candidates, {result.simulated} simulated, {result.unfit} did not fit; {proof}"
-    )
-    if state.placement_note:
-        mixed = request.context.layer_cutter.fleet.is_mixed
-        counted += "; before device placement" if mixed else "; all in hostname order"
-    return counted + _fitted_order_note(result, request.constraints)
-
-
-def _plan_modules(context: PlannerContext, job: Job, made: ModuleSearchResult, top: int) -> Plan:
-    """Return the plan of the best layout of several modules."""
-    result, best = made.found, made.found.fitting[0]
-    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, context.model, best.simulation, sound_bound_s(result.lower_bound_s, best.step_s))
-    assert plan.prediction is not None
-    counted = (
-        f"search: {result.considered} layouts of modules, {result.simulated} simulated, {result.unfit} did not fit"
-    )
-    prediction = replace(
-        plan.prediction,
-        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
-        assumptions=(*plan.prediction.assumptions, *made.notes, counted),
-    )
-    alternatives = list_alternatives(result, top, _parts_in(context), made.mean_s)
-    return replace(plan, prediction=prediction, alternatives=alternatives, arranging=made.arranging)
-
-
 def default_constraints(model: Model, constraints: Constraints) -> Constraints:
     """Return the constraints, with the sharding if it follows from fixed shards.
 
@@ -398,39 +255,3 @@ def default_constraints(model: Model, constraints: Constraints) -> Constraints:
     if constraints.shard_count > 1 and fixed_length(model) is not None:
         return constraints.with_defaults(sharding="searched")
     return constraints
-
-
-def sound_bound_s(bound_s: float, step_s: float) -> float:
-    """Return the lower bound, or 0 if it does not hold.
-
-    The bound is proved for replicas that run in lockstep. On unlike devices or links, replicas that run at their own
-    pace can be faster than it.
-    """
-    return bound_s if bound_s <= step_s else 0.0
-
-
-def _put_first(found: SearchResult, curve: TradeCurve) -> SearchResult:
-    """Return the search result with the chosen point of the trade curve as its first plan, then the next fastest."""
-    listed = {id(plan): plan for plan in (curve.best, curve.fastest, *found.fitting)}
-    best, *runners_up = listed.values()
-    if any(plan.step_s < best.step_s for plan in runners_up):
-        runners_up.sort(key=lambda plan: plan.rank_key)
-    return replace(found, fitting=(best, *runners_up))
-
-
-def _fitted_order_note(found: SearchResult, constraints: Constraints) -> str:
-    """Return a note on the gain of a fitted order over the best schedule family; '' if a family won or none can be
-    compared.
-
-    Plans of device groups are not compared with plans of single devices: their difference is not due to the order.
-    """
-    best = found.fitting[0]
-    alike = [
-        candidate
-        for candidate in found.fitting
-        if bool(candidate.decisions.lane_shards) == bool(best.decisions.lane_shards)
-    ]
-    families = [candidate.step_s for candidate in alike if candidate.decisions.schedule != FIT]
-    if best.decisions.schedule != FIT or constraints.schedule == FIT or not families:
-        return ""
-    return f"; a fitted order takes {1 - best.step_s / min(families):.1%} less than the best schedule family"

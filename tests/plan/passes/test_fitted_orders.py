@@ -14,7 +14,8 @@ from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.plan.check.rules import check_plan
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
 from pipefit.plan.evaluate.planner_context import PlannerContext, build_plan
-from pipefit.plan.make import _fitted_order_note, make_plan
+from pipefit.plan.explain.result import fitted_order_note
+from pipefit.plan.make import make_plan
 from pipefit.plan.passes import fitted_orders as fitting
 from pipefit.plan.passes.fitted_orders import best_plans, fit_layout, moves_for, tables_of
 from pipefit.plan.passes.search import search_plans
@@ -155,9 +156,9 @@ def test_what_groups_gain_is_not_ascribed_to_the_order() -> None:
         )
 
     without = [one(0.9, "fit", False), one(1.0, "1f1b", False)]
-    assert _fitted_order_note(SimpleNamespace(fitting=without), NO_CONSTRAINTS) == _gained(0.1)
-    assert _fitted_order_note(SimpleNamespace(fitting=[one(0.5, "fit", True), *without]), NO_CONSTRAINTS) == ""
-    assert _fitted_order_note(
+    assert fitted_order_note(SimpleNamespace(fitting=without), NO_CONSTRAINTS) == _gained(0.1)
+    assert fitted_order_note(SimpleNamespace(fitting=[one(0.5, "fit", True), *without]), NO_CONSTRAINTS) == ""
+    assert fitted_order_note(
         SimpleNamespace(fitting=[one(0.5, "fit", True), one(0.625, "1f1b", True), *without]), NO_CONSTRAINTS
     ) == _gained(0.2)
 

@@ -13,7 +13,8 @@ from pipefit.model.registry import open_model
 from pipefit.plan.evaluate.outcome import SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.explain.text import alternative_table
-from pipefit.plan.make import PassState, iter_passes, make_plan, prepare_request
+from pipefit.plan.make import iter_passes, make_plan, prepare_request
+from pipefit.plan.passes.pass_state import PassState
 from pipefit.plan.passes.search import search_plans
 from pipefit.plan.passes.split_sequences import SPLITTING_BUDGET, search_contexts
 from pipefit.plan.request.constraints import NO_CONSTRAINTS, Constraints

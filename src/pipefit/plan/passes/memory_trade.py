@@ -16,7 +16,7 @@ from pipefit.plan.assemble.structure import FormsError
 from pipefit.plan.candidates.space import RECOMPUTE_CHOICES
 from pipefit.plan.cutting.rows import scale_need
 from pipefit.plan.evaluate.evaluate import evaluate_candidate
-from pipefit.plan.evaluate.outcome import EvaluatedPlan
+from pipefit.plan.evaluate.outcome import EvaluatedPlan, SearchResult
 from pipefit.plan.evaluate.planner_context import PlannerContext
 from pipefit.plan.evaluate.simplicity import choose_simplest
 from pipefit.plan.passes.fitted_orders import FITTING_BUDGET, fit_layout, recompute_choices, tables_of
@@ -40,6 +40,8 @@ class TradeBudget:
     "Actions of a layout times its devices above which the curve has no other families."
     step_tolerance: float = 1e-9
     "Relative difference below which step times count as equal."
+    traded_layouts: int = 2
+    "Layouts to trade on at most: a faster point of the first one may leave another plan the simplest."
 
 
 TRADE_BUDGET = TradeBudget()
@@ -55,6 +57,14 @@ class TradeCurve:
     "The fastest point that fits and obeys the constraints."
     points: tuple[TradePoint, ...] = ()
     "Sorted by memory."
+
+    def lead_result(self, result: SearchResult) -> SearchResult:
+        """Return the search result with the chosen point of the curve as its first plan, then the next fastest."""
+        listed = {id(plan): plan for plan in (self.best, self.fastest, *result.fitting)}
+        best, *runners_up = listed.values()
+        if any(plan.step_s < best.step_s for plan in runners_up):
+            runners_up.sort(key=lambda plan: plan.rank_key)
+        return replace(result, fitting=(best, *runners_up))
 
 
 def trade_memory(
