@@ -23,6 +23,8 @@ from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,7 @@ from benchmarks.provenance import provenance
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES
 from pipefit.schedule.fit import search
+from pipefit.schedule.fit.fit_budget import FIT_BUDGET
 from pipefit.schedule.fit.instance import B, F, FitInstance, I, W
 from pipefit.schedule.fit.local import improve
 from pipefit.schedule.fit.starts import construct
@@ -61,6 +64,11 @@ def constructions_of(name: str) -> set[str]:
     if family in FAMILIES:
         return labels | {f"family {family}", "families in memory" if wished else "families unchanged"}
     return labels | {base}
+
+
+def with_budget(module: ModuleType, **fields: int) -> list[Patch]:
+    """Return the patch that gives a module of the search a budget with these fields."""
+    return [(module, "FIT_BUDGET", replace(FIT_BUDGET, **fields))]
 
 
 def without_starts(label: str) -> list[Patch]:
@@ -107,15 +115,15 @@ REMOVALS: Mapping[str, Callable[[], list[Patch]]] = {
     "families in memory": lambda: without_starts("families in memory"),
     "blocks": lambda: [(module, "block_starts", lambda *_: iter(())) for module in (construct, search)],
     "patterns": lambda: [(construct, "pattern_starts", lambda *_: [])],
-    "extended": lambda: [(search, "SHORTS", 0)],
+    "extended": lambda: with_budget(search, short_searches=0),
     "steady state": lambda: [(search, "steady_starts", lambda *_: [])],
     "tuned": lambda: [(search, "tune_offsets", lambda *_: None)],
     **{name: (lambda name=name: without_merge(name)) for name in MERGES[1:]},  # type: ignore[misc]
     **{f"family {name}": (lambda name=name: without_starts(f"family {name}")) for name in FAMILIES},  # type: ignore[misc]
-    "race of starts": lambda: [(improve, "RACERS", 1)],
-    "shifts of a run": lambda: [(improve, "SHARES", (85, 0))],
-    "waves": lambda: [(improve, "SHARES", (70, 30))],
-    "shifts on the critical path": lambda: [(improve, "CRITICAL", 0)],
+    "race of starts": lambda: with_budget(improve, racers=1),
+    "shifts of a run": lambda: with_budget(improve, shift_percent=85, run_shift_percent=0),
+    "waves": lambda: with_budget(improve, run_shift_percent=30),
+    "shifts on the critical path": lambda: with_budget(improve, critical_percent=0),
     "switches between B and I with W": lambda: [(improve, "toggle_percent", lambda instance: 0)],
     "merging of neighbours": lambda: [(search, "merge_neighbours", lambda instance, t, loops, start: start)],
     "pieces in the memory held": lambda: [(search, "_bytes_held", lambda fit, safe: fit.instance.limit_bytes)],
@@ -172,7 +180,7 @@ class StartRecorder:
             self.used |= constructions_of(arguments[3].name)
         if label == "local search":
             self.open |= open_merges(arguments[0])
-            for start in arguments[3][: improve.RACERS]:
+            for start in arguments[3][: FIT_BUDGET.racers]:
                 self.used |= constructions_of(start.name)
             self.best_s = {}
             for start in arguments[3]:

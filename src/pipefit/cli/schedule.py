@@ -149,13 +149,14 @@ def _make_schedule(
 
     if not _is_fitted(options.name):
         return find_family(options.name)(problem), None
-    from pipefit.schedule.fit.search import MOVES, fit_schedule
+    from pipefit.schedule.fit.fit_budget import FIT_BUDGET
+    from pipefit.schedule.fit.search import fit_schedule
 
     seconds = options.seconds
     _check_search(seconds, options.solver_seconds, options.seed)
     fitted = fit_schedule(
         replace(problem, limit_bytes=None if limit is None else (limit,) * problem.num_lanes),
-        moves=MOVES if seconds is None else 10**9,
+        moves=FIT_BUDGET.moves if seconds is None else 10**9,
         seconds=seconds,
         exact_seconds=options.solver_seconds,
         seed=options.seed,

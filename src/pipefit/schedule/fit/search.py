@@ -12,6 +12,7 @@ import numpy as np
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.fit.bounds import check_bound, lower_bound
+from pipefit.schedule.fit.fit_budget import FIT_BUDGET
 from pipefit.schedule.fit.instance import FitInstance, Floats, Objective
 from pipefit.schedule.fit.kernels.arrays import PLAIN, SearchLoops, compile_loops, make_state, make_tables
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
@@ -34,30 +35,6 @@ from pipefit.schedule.fit.starts.periodic import steady_starts, tune_offsets
 from pipefit.schedule.fit.starts.start import TimedOrders
 from pipefit.schedule.fit.verify import SimulationMemo, least_bytes, least_held, sequential_orders
 from pipefit.schedule.problem import ScheduleProblem
-
-MOVES = 100_000
-"""Default number of moves of the local search."""
-REPAIRS = 8
-"""Maximum number of times that limits are tightened because of buffers."""
-AFTERWARDS = 2.0
-"""Time reserved for the end of the search, in multiples of the time of one merging and simulation."""
-PIECES = 12
-LEAST_PIECE = 500
-"""If buffers exceed the limits: the number of searches from the best fitting orders, and the minimum of moves of
-each."""
-KEPT_CHOICES = 3
-CHOICE_SHARE = 0.6
-"""Options are chosen between the best few choices and the best uniform one, with this share of the moves."""
-KEPT_STARTS = 3
-"""Number of constructions of each uniform choice that are tried on all other choices."""
-LOOK = 600
-"""Moves with which one choice of options is evaluated."""
-TUNED = 4
-TUNE_SHARE = 0.06
-"""The number of best starts that are tuned, and the share of moves for each."""
-SHORTS = 3
-SHORT_SHARE = 0.08
-"""With many microbatches: the number of searches with few microbatches, and the share of moves for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +59,7 @@ class FitSearch:
 def fit_schedule(
     problem: ScheduleProblem,
     *,
-    moves: int = MOVES,
+    moves: int = FIT_BUDGET.moves,
     seconds: float | None = None,
     exact_seconds: float = 0.0,
     seed: int = 0,
@@ -123,7 +100,7 @@ def _within_limits(search: FitSearch, begin: list[TimedOrders]) -> tuple[TimedOr
     limit, least = instance.limit_bytes.copy(), least_held(instance)
     moves = budget.moves
     safe: TimedOrders | None = None
-    for repair in range(REPAIRS):
+    for tightening in range(FIT_BUDGET.tightenings):
         tight = replace(instance, limit_bytes=limit)
         t = make_tables(tight)
         known = [*begin[:1], *([safe] if safe else [])]
@@ -132,12 +109,12 @@ def _within_limits(search: FitSearch, begin: list[TimedOrders]) -> tuple[TimedOr
             for candidate in known
             if fits_in_memory(t, sweep_orders(tight, t, search.loops, candidate.orders), candidate.orders)
         ]
-        fresh = _collect_starts(search, tight, begin[1:] if repair == 0 else [])
+        fresh = _collect_starts(search, tight, begin[1:] if tightening == 0 else [])
         starts = sorted([*still_fitting, *fresh], key=lambda start: start.time_s)
         if not starts:
             break
         if budget.until_s < math.inf:
-            budget.kept_s = max(budget.kept_s, AFTERWARDS * _finishing_s(search, tight, t, starts[0]))
+            budget.kept_s = max(budget.kept_s, FIT_BUDGET.finishing_factor * _finishing_s(search, tight, t, starts[0]))
         safe = _first_safe(search, starts, safe)
         over = search.simulated.excess_bytes(starts[0])
         if not over.any():
@@ -194,8 +171,8 @@ def _improve_safely(search: FitSearch, safe: TimedOrders) -> TimedOrders:
     the full memory limit and the memory that the orders hold without buffers.
     """
     budget, instance = search.budget, search.instance
-    length = max((budget.moves - budget.spent) // PIECES, LEAST_PIECE)
-    for piece in range(PIECES):
+    length = max((budget.moves - budget.spent) // FIT_BUDGET.safe_searches, FIT_BUDGET.least_safe_moves)
+    for piece in range(FIT_BUDGET.safe_searches):
         if not budget.take_moves(1):
             break
         tight = instance if piece % 2 else replace(instance, limit_bytes=_bytes_held(search, safe))
@@ -252,14 +229,14 @@ def _collect_starts(search: FitSearch, instance: FitInstance, known: list[TimedO
         short_t = make_tables(short)
         begin = all_starts(short, None, short_t, loops)
         begin = begin or all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
-        for n in range(SHORTS if begin else 0):
-            inner = budget.moves_share(SHORT_SHARE)
+        for n in range(FIT_BUDGET.short_searches if begin else 0):
+            inner = budget.moves_share(FIT_BUDGET.short_share)
             best = improve_orders(short, short_t, loops, begin[n:] or begin, inner, search.seed + 10 * n)
             budget.spent += inner.spent
             starts += extend_starts(instance, t, loops, short, short_t, best)
     repeated = steady_starts(instance, t, loops, budget, search.seed) if microbatches < instance.microbatches else []
     for n, untuned in enumerate([*repeated, *_distinct_starts(starts)]):
-        inner = budget.moves_share(TUNE_SHARE)
+        inner = budget.moves_share(FIT_BUDGET.tuning_share)
         tuned = tune_offsets(instance, t, loops, untuned, inner, search.seed + n)
         budget.spent += inner.spent
         starts += [] if tuned is None else [tuned]
@@ -271,7 +248,7 @@ def _distinct_starts(starts: list[TimedOrders]) -> list[TimedOrders]:
     by_name: dict[str, TimedOrders] = {}
     for start in sorted(starts, key=lambda start: start.time_s):
         by_name.setdefault("pattern" if start.name.startswith("pattern ") else start.name, start)
-    return list(by_name.values())[:TUNED]
+    return list(by_name.values())[: FIT_BUDGET.tuned_starts]
 
 
 def _choose_options(
@@ -289,7 +266,7 @@ def _choose_options(
     known: list[tuple[TimedOrders, Floats]] = []
     for uniform_instance in mixture.uniform:
         uniform_t = make_tables(uniform_instance)
-        best = all_starts(uniform_instance, problem, uniform_t, loops)[:KEPT_STARTS]
+        best = all_starts(uniform_instance, problem, uniform_t, loops)[: FIT_BUDGET.choice_starts]
         known += [
             (start, wished_starts(uniform_instance, sweep_orders(uniform_instance, uniform_t, loops, start.orders)))
             for start in best
@@ -308,7 +285,9 @@ def _choose_options(
         if not candidates:
             return math.inf
         best = min(candidates, key=lambda start: start.time_s)
-        return anneal_orders(instance, t, loops, best, budget, seed, min(LOOK, 1 + budget.moves // 400)).time_s
+        return anneal_orders(
+            instance, t, loops, best, budget, seed, min(FIT_BUDGET.choice_moves, 1 + budget.moves // 400)
+        ).time_s
 
     choices = search_choices(
         problem.num_stages, tuple(options), choice_value, lambda: time.perf_counter() < budget.until_s
@@ -316,8 +295,8 @@ def _choose_options(
     if not choices:
         raise _no_option_fits(problem, options, objective, loops)
     uniform = [choice for choice in choices if len(set(choice)) == 1]
-    racers = list(dict.fromkeys([*choices[:KEPT_CHOICES], *uniform[:1]]))
-    share = CHOICE_SHARE / len(racers)
+    racers = list(dict.fromkeys([*choices[: FIT_BUDGET.raced_choices], *uniform[:1]]))
+    share = FIT_BUDGET.choices_share / len(racers)
 
     def search_choice(choice: Choice) -> tuple[Choice, list[TimedOrders]]:
         instance, t = mixture.mixed_instance(choice)

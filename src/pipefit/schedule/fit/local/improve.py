@@ -14,32 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.portable import portable_power
+from pipefit.schedule.fit.fit_budget import FIT_BUDGET
 from pipefit.schedule.fit.instance import B, FitInstance, I, W
 from pipefit.schedule.fit.kernels.arrays import SearchLoops, make_state, make_trial
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
 from pipefit.schedule.fit.move_budget import MoveBudget
 from pipefit.schedule.fit.starts.construct import fits_in_memory, sweep_orders
 from pipefit.schedule.fit.starts.start import TimedOrders
-
-RACERS = 8
-FIRST_LENGTH = 1000
-"""Moves of a racer in the first round of the first generation, if there are enough."""
-LEAST_MOVES = 1000
-"""Minimum of moves per racer; with fewer moves there are fewer racers."""
-CHUNK = 250
-"""Moves between two checks of the clock."""
-WEIGHT = 0.02
-"""Weight of the sum of the lanes' ends, added to the objective."""
-SHARES = 70, 15
-"""Percentages of moves: shifts of one operation, shifts of a run. The rest are waves."""
-REACH = 8
-"""Maximum number of positions by which one operation is shifted."""
-CRITICAL = 60
-"""Percentage of shifts of one operation that start on the critical path."""
-HOT, COLD = 0.12, 0.008
-"""First and last heat, in mean operations."""
-HOTTEST = 4.0
-"""Later generations, with longer runs, begin hotter, at most by this factor."""
 
 
 def improve_orders(
@@ -57,7 +38,7 @@ def improve_orders(
     generation = 0
     while budget.take_moves(1) and best.time_s > goal_s:
         length = first << generation
-        draws, hotter = seed + 1000 * generation, min(1.0 + generation, HOTTEST)
+        draws, hotter = seed + 1000 * generation, min(1.0 + generation, FIT_BUDGET.most_heat_factor)
         pool = starts[:racers]
         while len(pool) > 1 and budget.take_moves(1):
             pool = [
@@ -75,8 +56,8 @@ def improve_orders(
 
 def _race_sizes(moves: int) -> tuple[int, int]:
     """Return (racers, moves of each in the first round) of a first generation that ends within `moves` moves."""
-    racers = max(1, min(RACERS, moves // LEAST_MOVES))
-    return racers, max(1, min(FIRST_LENGTH, int(moves / (racers * (2 + math.log2(racers))))))
+    racers = max(1, min(FIT_BUDGET.racers, moves // FIT_BUDGET.least_racer_moves))
+    return racers, max(1, min(FIT_BUDGET.first_round_moves, int(moves / (racers * (2 + math.log2(racers))))))
 
 
 def anneal_orders(
@@ -100,13 +81,16 @@ def anneal_orders(
     r = make_trial(t, s, seed)
     best, size = s.order.copy(), s.length.copy()
     mean = float(t.time[np.concatenate(start.orders)].mean())
-    value = s.value[0] + WEIGHT * s.value[1]
+    value = s.value[0] + FIT_BUDGET.ends_weight * s.value[1]
     free = toggle_percent(instance)
-    settings = np.array([WEIGHT, value, free, *np.cumsum(SHARES) + free, REACH, CRITICAL])
-    hot = HOT * hotter
-    heats = np.array([hot * mean, COLD * mean, portable_power(COLD / hot, 1.0 / moves)])
+    shifts = np.cumsum((FIT_BUDGET.shift_percent, FIT_BUDGET.run_shift_percent)) + free
+    settings = np.array(
+        [FIT_BUDGET.ends_weight, value, free, *shifts, FIT_BUDGET.longest_shift, FIT_BUDGET.critical_percent]
+    )
+    hot, cold = FIT_BUDGET.first_heat_operations * hotter, FIT_BUDGET.last_heat_operations
+    heats = np.array([hot * mean, cold * mean, portable_power(cold / hot, 1.0 / moves)])
     while moves > 0:
-        now = budget.take_moves(min(moves, CHUNK))
+        now = budget.take_moves(min(moves, FIT_BUDGET.clock_moves))
         if not now:
             break
         loops.anneal(t, s, r, best, size, heats, settings, now)
@@ -160,4 +144,4 @@ def _merge_pairs(
 
 def toggle_percent(instance: FitInstance) -> int:
     """Return the percentage of moves that switch between B and I with W: 0 if B saves neither time nor memory."""
-    return 10 if instance.open_stages().any() else 0
+    return FIT_BUDGET.toggle_percent if instance.open_stages().any() else 0

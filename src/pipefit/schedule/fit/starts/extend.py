@@ -12,14 +12,12 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from pipefit.schedule.fit.fit_budget import FIT_BUDGET
 from pipefit.schedule.fit.instance import FitInstance, Floats, I, W, backward_order
 from pipefit.schedule.fit.kernels.arrays import SearchLoops
 from pipefit.schedule.fit.kernels.sweep import InstanceTables
 from pipefit.schedule.fit.starts.construct import OrderBuilder, merged_stages, sweep_orders
 from pipefit.schedule.fit.starts.start import TimedOrders
-
-CUTS = 8
-"""Number of cuts in the middle, each with steady states of one to four microbatches."""
 
 
 def initial_microbatches(instance: FitInstance) -> int:
@@ -58,7 +56,9 @@ def extend_starts(
     builder = OrderBuilder(instance, t, loops, merged_stages(short, best.orders))
     middle = short.microbatches // 2
     starts = []
-    for cut in range(max(1, middle - CUTS // 2), min(short.microbatches - 4, middle + CUTS // 2)):
+    for cut in range(
+        max(1, middle - FIT_BUDGET.middle_cuts // 2), min(short.microbatches - 4, middle + FIT_BUDGET.middle_cuts // 2)
+    ):
         for count in (1, 2, 3, 4):
             wish = stretch_starts(begin, cut, count, instance.microbatches)
             time_s = builder.wish_objective(wish.reshape(3 * instance.num_stages, instance.num_units))
