@@ -317,25 +317,35 @@ COMMON_WORDS = {"none", "optimizer"}
 """The values of `sharded_state`, and the ones that other fields have too."""
 
 
+def compared_words(node: ast.AST) -> tuple[list[ast.expr], set[object]]:
+    """Return the sides of a comparison, a `match` or a test of a prefix, and the literals among them."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+    elif isinstance(node, ast.Match):
+        patterns = [part for case in node.cases for part in ast.walk(case.pattern)]
+        sides = [node.subject, *(part.value for part in patterns if isinstance(part, ast.MatchValue))]
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("startswith", "endswith")
+    ):
+        sides = [node.func.value, *node.args]
+    else:
+        return [], set()
+    words: set[object] = set()
+    for side in sides:
+        parts = side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
+        words |= {part.value for part in parts if isinstance(part, ast.Constant)}
+    return sides, words
+
+
 def state_comparisons(module: ast.Module) -> Iterator[int]:
     """Yield the lines that compare a sharded state with a literal."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-        elif isinstance(node, ast.Match):
-            sides = [
-                node.subject,
-                *(case.pattern.value for case in node.cases if isinstance(case.pattern, ast.MatchValue)),
-            ]
-        else:
-            continue
-        words: set[object] = set()
-        for side in sides:
-            parts = side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
-            words |= {part.value for part in parts if isinstance(part, ast.Constant)}
+        sides, words = compared_words(node)
         named = any(re.search(r"(state|sharded)\b", ast.unparse(side)) for side in sides)
         if words and words <= STATE_WORDS and (named or words - COMMON_WORDS):
-            yield node.lineno
+            yield node.lineno  # type: ignore[attr-defined]
 
 
 def test_only_one_file_compares_sharded_states() -> None:
@@ -351,6 +361,54 @@ def test_the_check_sees_every_kind_of_comparison() -> None:
         'd = "optimizer" != share.state\nmatch state:\n    case "parameters": pass\n'
     )
     assert sorted(state_comparisons(ast.parse(text))) == [1, 2, 4, 5]
+
+
+OWN_KINDS = ("model/ops/", "shard/rules/", "run/ops/")
+"""The three files of an operator, in which a kind may be named."""
+
+NAMED_KINDS = {
+    "cost/compute/operator_times.py": 1,
+    "cost/compute/shard_exchanges.py": 4,
+    "model/adapters/adapt.py": 1,
+    "model/analysis/saved.py": 6,
+    "model/capture/counted.py": 2,
+    "model/capture/cut_layers.py": 2,
+    "model/capture/layers.py": 2,
+    "model/capture/lift.py": 11,
+    "model/capture/lift_rotary.py": 10,
+    "model/capture/settle.py": 3,
+    "model/capture/whole.py": 1,
+    "shard/apart.py": 3,
+}
+"""Files that compare the kind of an operator with names, and the number of their comparisons. It may only go down: a
+fact about a kind is a field of `OperatorKind`."""
+
+
+def kind_comparisons(module: ast.Module) -> Iterator[int]:
+    """Yield the lines that compare an attribute `kind` with names of operator kinds, or with the begin of one."""
+    from pipefit.model.ops import KINDS
+
+    for node in ast.walk(module):
+        sides, words = compared_words(node)
+        named = any(isinstance(side, ast.Attribute) and side.attr == "kind" for side in sides)
+        prefix = isinstance(node, ast.Call) and any(name.startswith(str(word)) for word in words for name in KINDS)
+        if named and (prefix or words & {*KINDS}):
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+def test_no_more_files_name_operator_kinds() -> None:
+    lines = {module_id(path): list(kind_comparisons(tree(path))) for path in MODULES if not is_under(path, OWN_KINDS)}
+    standing = {name: len(numbers) for name, numbers in lines.items() if numbers}
+    assert standing == NAMED_KINDS, f"more: use a field of OperatorKind; fewer: lower NAMED_KINDS here. {standing}"
+
+
+def test_the_check_sees_every_kind_by_its_name() -> None:
+    text = (
+        'a = operator.kind == "linear"\nb = x.kind not in ("cast", "reshape")\nc = action.kind == "F"\n'
+        'd = op.kind.startswith("conv")\nmatch op.kind:\n    case "add" | "sub": pass\n'
+        'e = action.kind.startswith("SEND")\nf = style == "linear"\n'
+    )
+    assert sorted(kind_comparisons(ast.parse(text))) == [1, 2, 4, 5]
 
 
 def commands() -> list[str]:

@@ -24,6 +24,7 @@ from pipefit import codec
 from pipefit.errors import FormatError
 from pipefit.model.families import FAMILIES
 from pipefit.model.graph import Model
+from pipefit.model.ops import KINDS
 from pipefit.plugins import loaded_modules
 
 CACHE_VARIABLE = "PIPEFIT_CACHE"
@@ -120,7 +121,7 @@ def store_captured(key: str, model: Model) -> None:
     """
     folder = cache_folder()
     operators = (operator for graph in model.graphs.values() for operator in graph.operators)
-    if folder is None or any(operator.kind == "opaque" for operator in operators):
+    if folder is None or any(KINDS[operator.kind].is_module for operator in operators):
         return
     try:
         text = codec.dump_text(CapturedFile(key=key, hash=model.hash, model=model))

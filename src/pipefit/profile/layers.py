@@ -18,6 +18,7 @@ import torch
 
 from pipefit.lab import pace
 from pipefit.model.graph import Graph, Operator, TensorSpec, size_value
+from pipefit.model.ops import KINDS
 from pipefit.precision import TENSOR_TYPE
 from pipefit.profile.points import WorkPoint, sizes_at
 from pipefit.run.session.faults import is_out_of_memory
@@ -175,9 +176,9 @@ class StageBench:
         class_counts = []
         for graph in graphs:
             for operator in graph.operators:
-                if role == "labels" and operator.kind == "cross_entropy":
+                if role == "labels" and KINDS[operator.kind].scores_classes:
                     class_counts.append(int(graph.find_tensor(operator.inputs[0]).shape[-1]))
-                elif operator.kind == "embedding" and operator.inputs[0] in named:
+                elif KINDS[operator.kind].is_lookup and operator.inputs[0] in named:
                     class_counts.append(graph.find_parameter(operator.inputs[1]).shape[0])
         return min(class_counts, default=2)
 

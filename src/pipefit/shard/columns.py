@@ -49,13 +49,13 @@ class _FeatureUses:
         """Return whether a linear layer makes fewer features than it takes, for layers that make more of them."""
         narrow, name = self._feature_ratio(operator) < 1, operator.outputs[0]
         readers = [self.graph.operators[index] for index in self.consumers.get(name, [])]
-        if len(readers) == 1 and readers[0].kind == "mul" and not any(readers[0].inputs[1:]):
+        if len(readers) == 1 and KINDS[readers[0].kind].multiplies and not any(readers[0].inputs[1:]):
             readers = [self.graph.operators[index] for index in self.consumers.get(readers[0].outputs[0], [])]
         return narrow and bool(readers) and all(self._feature_ratio(reader) > 1 for reader in readers)
 
     def _feature_ratio(self, operator: Operator) -> float:
         """Return the features that a linear layer makes for one that it takes; 1 for other operators."""
-        if operator.kind != "linear":
+        if not KINDS[operator.kind].is_linear:
             return 1.0
         rows, columns = self.shapes[operator.inputs[1]]
         return float(rows) / float(columns)

@@ -15,6 +15,7 @@ from pipefit.model.adapters.options import ALL_LINEAR, AdapterConfig
 from pipefit.model.families import FAMILIES, WeightTensor
 from pipefit.model.families.build import typed_config
 from pipefit.model.graph import Graph, Model, Operator
+from pipefit.model.ops import KINDS
 
 WEIGHT = ".weight"
 
@@ -94,7 +95,7 @@ def find_linear_modules(model: Model) -> list[LinearModule]:
     for index, layer in enumerate(model.layers):
         graph = model.layer_graph(layer)
         for position, operator in enumerate(graph.operators):
-            name = layer.parameters.get(operator.inputs[1], "") if operator.kind == "linear" else ""
+            name = layer.parameters.get(operator.inputs[1], "") if KINDS[operator.kind].is_linear else ""
             if not name.endswith(WEIGHT) or is_adapter(name):
                 continue
             blocks = stored.find_tensors(name)
@@ -116,7 +117,7 @@ def find_linear_modules(model: Model) -> list[LinearModule]:
 def _has_stacked_experts(graph: Graph) -> bool:
     """Return whether a parameter with one matrix per expert is read by anything but a convolution."""
     stacked = {spec.name for spec in graph.parameters if len(spec.shape) == 3}
-    return any(stacked & {*operator.inputs} for operator in graph.operators if not operator.kind.startswith("conv"))
+    return any(stacked & {*operator.inputs} for operator in graph.operators if not KINDS[operator.kind].is_convolution)
 
 
 def select_targets(model: Model, config: AdapterConfig) -> list[LinearModule]:
@@ -192,7 +193,7 @@ def _mark_head(model: Model, modules: Sequence[LinearModule]) -> None:
     graph = model.layer_graph(model.layers[last.layer])
     behind = [model.layer_graph(layer) for layer in model.layers[last.layer + 1 :]]
     last.is_left_out |= _ends_features(graph, graph.operators[last.operators[-1]]) and not any(
-        operator.kind == "linear" for later in behind for operator in later.operators
+        KINDS[operator.kind].is_linear for later in behind for operator in later.operators
     )
 
 

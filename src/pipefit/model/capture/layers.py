@@ -86,7 +86,7 @@ def capture_family(family: str, config: Mapping[str, Any]) -> Model:
     candidates = [rotary] if isinstance(rotary, Mapping) else rotary
     model = capture_layers(build_layers(family, config), family=family, config=deepcopy(config), rotary=candidates)
     check_loss(model)
-    if not any(operator.kind == "opaque" for graph in model.graphs.values() for operator in graph.operators):
+    if not any(KINDS[operator.kind].is_module for graph in model.graphs.values() for operator in graph.operators):
         while len(_REMEMBERED) >= _MOST_REMEMBERED:
             del _REMEMBERED[next(iter(_REMEMBERED))]
         _REMEMBERED[key] = model

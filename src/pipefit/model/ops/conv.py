@@ -80,7 +80,7 @@ _ATTRIBUTES = {
 
 _ALIKE: Mapping[str, Any] = {
     "inputs": ("x", "weight", "bias?"), "saves": _saved_values, "gathers": {1: 2, 2: 1}, "pending_values": (0,),
-    "pending_gradients": True, "boundary": True, "heavy": True,
+    "pending_gradients": True, "boundary": True, "heavy": True, "is_convolution": True,
 }  # fmt: skip
 """Fields that both kinds share."""
 

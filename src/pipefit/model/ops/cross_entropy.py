@@ -67,6 +67,7 @@ OPERATORS = (
         backward_extra=_backward_extra,
         boundary=True,
         output_dtype="float32",
+        scores_classes=True,
     ),
     OperatorKind(
         kind="cross_entropy_shard",

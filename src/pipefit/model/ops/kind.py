@@ -97,6 +97,10 @@ def _no_mixing(attributes: Mapping[str, Any], inputs: Sequence[Shape], output: S
     return ""
 
 
+def _unknown_number(attributes: Mapping[str, Any]) -> float | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorKind:
     """One kind of operator. All functions are pure."""
@@ -168,10 +172,20 @@ class OperatorKind:
     "Attention among the tokens of one document of a packed row, so no earlier slice of the sequence is read."
     is_product: bool = False
     "A plain matrix product; with a stored weight (input 1) it may run in FP8."
+    is_linear: bool = False
+    "The linear layer of models: its weight (input 1) is (out, in). Adapters can be added to it."
+    is_convolution: bool = False
+    "A convolution: its weight has a further dimension for each dimension of its kernel."
     is_norm: bool = False
     "Normalises the last dimension, so its output is replicated wherever its input is."
     is_lookup: bool = False
     "Reads rows of a parameter (input 1) by the indices in input 0."
+    scores_classes: bool = False
+    "The last dimension of input 0 has a score for each class, and input 1 is the class of each row."
+    multiplies: bool = False
+    "Multiplies two inputs element by element; without the second, input 0 by the attribute `scalar`."
+    added_number: Callable[[Mapping[str, Any]], float | None] = _unknown_number
+    "Attributes -> the number added to all values of input 0, which keep their order; None: unknown."
     is_module: bool = False
     "Calls a user's module of unknown computation."
     makes_features: bool = False

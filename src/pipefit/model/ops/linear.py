@@ -50,6 +50,7 @@ OPERATORS = (
         boundary=True,
         heavy=True,
         is_product=True,
+        is_linear=True,
         makes_features=True,
         mixes_features=True,
         column_label="out",

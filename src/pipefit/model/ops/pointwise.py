@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape, broadcast_shapes
@@ -41,6 +42,10 @@ def _binary_kind(kind: str, summary: str, saves: Callable[..., tuple[str, ...]] 
     )
 
 
+def _added_scalar(attributes: Mapping[str, Any]) -> float | None:
+    return attributes.get("scalar")
+
+
 def _unary_kind(
     kind: str, summary: str, saves: Callable[..., tuple[str, ...]] | None, attributes: Mapping[str, str] | None = None
 ) -> OperatorKind:
@@ -52,9 +57,9 @@ def _unary_kind(
 
 
 OPERATORS = (
-    _binary_kind("add", "a + b, or a + scalar; broadcasts."),
+    replace(_binary_kind("add", "a + b, or a + scalar; broadcasts."), added_number=_added_scalar),
     _binary_kind("sub", "a - b, or a - scalar; broadcasts."),
-    _binary_kind("mul", "a * b, or a * scalar; broadcasts.", _save_for_mul),
+    replace(_binary_kind("mul", "a * b, or a * scalar; broadcasts.", _save_for_mul), multiplies=True),
     _binary_kind("div", "a / b, or a / scalar; broadcasts.", _save_for_div),
     _unary_kind("silu", "x * sigmoid(x).", save_input),
     _unary_kind("gelu", "Gaussian error linear unit.", save_input, {"approximate": "`none` or `tanh`"}),

@@ -58,6 +58,10 @@ def _keeps_tokens(before: Shape, after: Shape) -> bool:
     return old[0] <= new[1] and new[0] <= old[1]
 
 
+def _add_nothing(attributes: Mapping[str, Any]) -> float:
+    return 0.0
+
+
 OPERATORS = (
     OperatorKind(
         kind="reshape",
@@ -67,6 +71,7 @@ OPERATORS = (
         shapes=_reshape_shapes,
         view=True,
         mixes_tokens=_mixed_by_reshape,
+        added_number=_add_nothing,
     ),
     OperatorKind(
         kind="transpose",
@@ -100,5 +105,6 @@ OPERATORS = (
         attributes={"dtype": "`compute` or `float32`"},
         shapes=same_shape,
         output_dtype="attribute",
+        added_number=_add_nothing,
     ),
 )

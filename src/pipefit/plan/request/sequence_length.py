@@ -92,8 +92,6 @@ def position_tables(graph: Graph) -> dict[str, int]:
         if KINDS[operator.kind].is_lookup:
             rows = shapes[operator.inputs[1]][0] - offsets[first]
             tables[operator.inputs[1]] = min(rows, tables.get(operator.inputs[1], rows))
-        elif operator.kind == "add" and "scalar" in operator.attributes:
-            offsets[operator.outputs[0]] = offsets[first] + int(operator.attributes["scalar"])
-        elif operator.kind in ("cast", "reshape"):
-            offsets[operator.outputs[0]] = offsets[first]
+        elif (number := KINDS[operator.kind].added_number(operator.attributes)) is not None:
+            offsets[operator.outputs[0]] = offsets[first] + int(number)
     return tables
