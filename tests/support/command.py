@@ -117,7 +117,7 @@ def main(words: Sequence[str]) -> int:
     code = check_source(ROOT)
     if code:
         return code
-    command = [sys.executable, "-m", "pytest", "-n", "3", "--no-loadscope-reorder", f"--tier={request.tier}"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--no-loadscope-reorder", f"--tier={request.tier}"]
     command += ["--record-durations"] if request.record else []
     if choice is not None:
         print(f"bin/test: {len(choice.files)} test files: {choice.reason}", flush=True)
