@@ -114,13 +114,18 @@ def _convert_binary(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: M
     if kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode"):
         raise UnconvertibleError(f"{kind} with alpha or rounding{line_of(node)}")
     a, b = (_plain_number(emitter, item) for item in args)
-    for tensor, number in ((a, b), (b, a) if kind in ("add", "mul") else (a, b)):
-        if isinstance(number, (int, float)):  # an integer result keeps its type only with an integer
-            scalar = number if isinstance(number, int) and emitter.node_dtype(node).startswith("int") else float(number)
-            return emitter.emit_like(node, kind, (emitter.value_name(tensor), ""), {"scalar": scalar})
+    if isinstance(a, (int, float)) and kind in ("add", "mul"):
+        a, b = b, a
+    if isinstance(b, (int, float)):
+        return emitter.emit_like(node, kind, (emitter.value_name(a), ""), {"scalar": _scalar_of(emitter, node, b)})
     if not (hasattr(a, "meta") and hasattr(b, "meta")) or is_number(a.meta["val"]) or is_number(b.meta["val"]):
         raise UnconvertibleError(f"{kind} with a size as a number{line_of(node)}")
     return emitter.emit_like(node, kind, (emitter.value_name(a), emitter.value_name(b)))
+
+
+def _scalar_of(emitter: GraphEmitter, node: Any, number: float) -> float:
+    """Return the number as a float, or unchanged if the result has integers, whose type a float would change."""
+    return number if isinstance(number, int) and emitter.node_dtype(node).startswith("int") else float(number)
 
 
 def _plain_number(emitter: GraphEmitter, item: Any) -> Any:
@@ -132,8 +137,7 @@ def _plain_number(emitter: GraphEmitter, item: Any) -> Any:
 @register_converter("aten.rsub")
 def _convert_rsub(emitter: GraphEmitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     negative = emitter.emit_like(node, "neg", (emitter.value_name(args[0]),))
-    number = args[1] if emitter.node_dtype(node).startswith("int") else float(args[1])
-    return emitter.emit_like(node, "add", (negative, ""), {"scalar": number})
+    return emitter.emit_like(node, "add", (negative, ""), {"scalar": _scalar_of(emitter, node, args[1])})
 
 
 @register_converter("aten.pow", "aten.square")

@@ -93,7 +93,7 @@ def _multiply(experts: Any, name: str, x: Any, labels: str) -> Any:
 
 
 def run_llama4_experts(module: Any, x_BTD: Any) -> Any:
-    """`Llama4TextMoe`: scores of the selected experts scale their inputs. The others would have inputs of zero."""
+    """`Llama4TextMoe`: scores of the selected experts scale their inputs. Further experts would have inputs of zero."""
     import torch
 
     x_ND, router, experts = x_BTD.reshape(-1, module.hidden_dim), module.router, module.experts

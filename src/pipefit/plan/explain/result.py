@@ -16,7 +16,7 @@ from pipefit.plan.modules.search import ModuleSearchResult
 from pipefit.plan.passes.pass_state import PassState, SearchRequest
 from pipefit.plan.passes.sensitivity import analyse_sensitivity
 from pipefit.plan.request.constraints import Constraints
-from pipefit.plan.types import Job, Plan
+from pipefit.plan.types import Job, Plan, PlanPrediction
 from pipefit.schedule.fit.family import FIT
 from pipefit.units import format_seconds
 
@@ -26,10 +26,7 @@ def explain_result(request: SearchRequest, state: PassState) -> Plan:
     result, best = state.result, state.result.fitting[0]
     request = request.hold_context([best])
     context, job, constraints = request.context, request.job, request.constraints
-    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    bound_s = _sound_bound_s(result.lower_bound_s, fastest_plan(result).step_s)
-    plan = add_prediction(plan, context.model, best.simulation, bound_s)
-    assert plan.prediction is not None
+    plan, prediction = _predict_best(context, result, fastest_plan(result).step_s)
     context.tracker.start_pass(SENSITIVITY, keeps_plans=False)
     if state.interrupted:
         notes: tuple[str, ...] = (INTERRUPTED, f"search: {context.tracker.simulated} simulated until the interruption")
@@ -42,9 +39,8 @@ def explain_result(request: SearchRequest, state: PassState) -> Plan:
             _search_note(request, state),
         )
     prediction = replace(
-        plan.prediction,
-        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
-        assumptions=(*plan.prediction.assumptions, *notes),
+        prediction,
+        assumptions=(*prediction.assumptions, *notes),
         sensitivity=() if state.interrupted else analyse_sensitivity(context, job, constraints, best),
         trade=state.trade,
     )
@@ -54,20 +50,25 @@ def explain_result(request: SearchRequest, state: PassState) -> Plan:
 
 def explain_modules(context: PlannerContext, job: Job, module_search: ModuleSearchResult, top: int) -> Plan:
     """Return the plan of the best layout of several modules."""
-    result, best = module_search.found, module_search.found.fitting[0]
-    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = add_prediction(plan, context.model, best.simulation, _sound_bound_s(result.lower_bound_s, best.step_s))
-    assert plan.prediction is not None
+    result = module_search.found
+    plan, prediction = _predict_best(context, result, result.fitting[0].step_s)
     counted = (
         f"search: {result.considered} layouts of modules, {result.simulated} simulated, {result.unfit} did not fit"
     )
-    prediction = replace(
-        plan.prediction,
-        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(result)))),
-        assumptions=(*plan.prediction.assumptions, *module_search.notes, counted),
-    )
+    prediction = replace(prediction, assumptions=(*prediction.assumptions, *module_search.notes, counted))
     alternatives = list_alternatives(result, top, _parts_in(context), module_search.mean_s)
     return replace(plan, prediction=prediction, alternatives=alternatives, arranging=module_search.arranging)
+
+
+def _predict_best(context: PlannerContext, result: SearchResult, step_s: float) -> tuple[Plan, PlanPrediction]:
+    """Return the plan of the best candidate, and its prediction with the candidates that memory rules out. The lower
+    bound is given if it holds for a plan of `step_s`."""
+    best = result.fitting[0]
+    plan = context.assemble_plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = add_prediction(plan, context.model, best.simulation, _sound_bound_s(result.lower_bound_s, step_s))
+    assert plan.prediction is not None
+    binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(result))))
+    return plan, replace(plan.prediction, binds=binds)
 
 
 def _parts_in(context: PlannerContext) -> PartsOf:

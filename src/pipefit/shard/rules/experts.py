@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import DevicePart, Labels, OperatorLabels, leading_labels
+from pipefit.shard.rules import Labels, OperatorLabels, leading_labels
+from pipefit.shard.rules.moe import own_experts
 
 
 def label_experts(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
@@ -21,13 +19,8 @@ def label_experts(operator: Operator, inputs: tuple[Shape | None, ...], outputs:
         inputs=(tokens, tokens, tokens, *map(label_experts_of, inputs[3:])),
         outputs=(tokens,),
         units={"experts": int(operator.attributes["experts"])},
-        addend=find_first,
+        addend=own_experts,
     )
-
-
-def find_first(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
-    """Return the attribute `first`: the first expert with its weights on this device."""
-    return {**attributes, "first": cut.start // int(attributes.get("rows", 1))}
 
 
 RULES = {"experts": label_experts}

@@ -50,7 +50,7 @@ def label_moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
 
 def own_experts(attributes: Mapping[str, Any], cut: DevicePart) -> Mapping[str, Any]:
     """Return the attribute `first`: the first expert with its weights on this device."""
-    return {**attributes, "first": cut.start}
+    return {**attributes, "first": cut.start // int(attributes.get("rows", 1))}
 
 
 RULES = {"moe": label_moe}
