@@ -254,12 +254,26 @@ def class_difference(example: Any, model: Any) -> float:
         loss, gradients = reference(example, inputs)
     state = {name: parameter.detach() for name, parameter in example.module.named_parameters()}
     ours, others = run_whole(None, 0, model, (), (), state, feed_of(model, inputs), ROWS * tokens)
-    differences = [abs(ours - loss) / max(1.0, abs(loss))]
+    differences = [loss_difference(ours, loss)]
     for name, gradient in gradients.items():
-        scale = max(float(gradient.abs().max()), 1e-6)
         other = others.get(name, torch.zeros_like(gradient))
-        differences.append(float((gradient - other).abs().max()) / scale)
+        differences.append(relative_difference(other, gradient, gradient, LEAST_GRADIENT))
     return max(differences)
+
+
+LEAST_GRADIENT, LEAST_CHANGE = 1e-6, 1e-8
+"""Gradients and changes of parameters are compared relative to their largest element, or to these numbers if it is
+smaller."""
+
+
+def relative_difference(ours: Any, wanted: Any, size: Any, least: float) -> float:
+    """Return the largest difference of two arrays relative to the largest element of `size`, or to `least`."""
+    return float(abs(ours - wanted).max()) / max(float(abs(size).max()), least)
+
+
+def loss_difference(ours: float, wanted: float) -> float:
+    """Return the difference of two losses relative to the second, or to 1 if that is smaller."""
+    return abs(ours - wanted) / max(1.0, abs(wanted))
 
 
 def class_training(example: Any, model: Any) -> Any:
@@ -292,7 +306,6 @@ def train_apart(pool: Any, result: TypeResult, training: Any) -> TypeResult:
     from tests.support import worker_cases as cases
 
     function, plan, material, losses, wanted = training
-
     try:
         pool.run(cases.prepare, [(plan, material[0])], ranks=STAGES)
         ours, parameters = pool.run(function, plan, *material, STEPS, ranks=STAGES)[0][:2]
@@ -301,11 +314,11 @@ def train_apart(pool: Any, result: TypeResult, training: Any) -> TypeResult:
         reason = str(error).strip().splitlines()[-1]
         return replace(result, state="refused", reason=f"training: {reason[:160]}")
     initial = material[1]
-    differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, losses, strict=True)]
-    for name, value in parameters.items():
-        change = wanted[name] - initial[name]
-        scale = max(float(abs(change).max()), 1e-8)
-        differences.append(float(abs(value - wanted[name]).max()) / scale)
+    differences = [loss_difference(*pair) for pair in zip(ours, losses, strict=True)]
+    differences += [
+        relative_difference(value, wanted[name], wanted[name] - initial[name], LEAST_CHANGE)
+        for name, value in parameters.items()
+    ]
     return replace(result, trained=max(differences))
 
 

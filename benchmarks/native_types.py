@@ -18,7 +18,17 @@ from tests.support.in_float64 import AllInFloat64
 from tests.support.whole_cases import SGD, stock_optimizer
 from tests.support.whole_runs import feed_of, run_whole
 
-from benchmarks.model_coverage import ROWS, STAGES, STEPS, TOKENS, float64_default, plan_stages
+from benchmarks.model_coverage import (
+    LEAST_GRADIENT,
+    ROWS,
+    STAGES,
+    STEPS,
+    TOKENS,
+    float64_default,
+    loss_difference,
+    plan_stages,
+    relative_difference,
+)
 from benchmarks.tiny_configs import VOCABULARY, tiny_config
 from pipefit.cluster import local_cluster
 from pipefit.data.stepplan import StepPlan, batch_shape
@@ -83,6 +93,16 @@ class ClassFiles:
         self.described, self.folder = described, folder
         self.layers = build_layers(described.family, described.config, device="cpu", dtype=torch.float64)
 
+    def trained_names(self) -> list[str]:
+        """Return the family's names of all parameters that are trained."""
+        names = [
+            layer.parameter_names[local]
+            for layer in self.layers
+            for local, parameter in layer.named_parameters()
+            if parameter.requires_grad
+        ]
+        return list(dict.fromkeys(names))
+
     def named_values(self, theirs: Any) -> dict[str, np.ndarray]:
         """Return every parameter of the class by the family's name."""
         theirs.save_pretrained(self.folder)
@@ -110,10 +130,9 @@ def largest_difference(theirs: Any, model: Model, state: Mapping[str, np.ndarray
     tensors = {name: torch.from_numpy(value) for name, value in state.items()}
     with float64_default():
         ours, gradients = run_whole(None, 0, model, (), (), tensors, feed, ROWS * TOKENS)
-    differences = [abs(ours - float(loss.detach())) / max(1.0, abs(float(loss.detach())))]
-    for name, gradient in gradients.items():
-        scale = max(float(np.abs(expected[name]).max()), 1e-6)
-        differences.append(float(np.abs(gradient.numpy() - expected[name]).max()) / scale)
+    differences = [loss_difference(ours, float(loss.detach()))]
+    for name in files.trained_names():
+        differences.append(relative_difference(gradients[name].numpy(), expected[name], expected[name], LEAST_GRADIENT))
     return max(differences)
 
 

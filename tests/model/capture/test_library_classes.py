@@ -201,13 +201,32 @@ class CountedRows(torch.nn.Module):
 
 
 def test_numbers_that_count_rows_are_refused_with_their_line():
-    from pipefit.model.example import Example
-
     inputs = {"input": torch.zeros(2, 4), "labels": torch.zeros(2, dtype=torch.int64)}
     example = Example(module=CountedRows(), inputs=inputs, loss=torch.nn.functional.cross_entropy)
     with pytest.raises(ModelError) as caught:
         capture_whole(example)
     assert "numbers that count the rows of a batch, at test_library_classes.py" in caught.value.full_text()
+
+
+class CountedTokens(torch.nn.Module):
+    """A class whose number of tokens depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 4)
+
+    def forward(self, input):
+        places = input[:, 0].nonzero()[:, 0]
+        return self.head(input[places]).sum() + self.head(input)
+
+
+def test_sizes_that_depend_on_values_are_refused_with_their_line():
+    inputs = {"input": torch.ones(2, 4), "labels": torch.zeros(2, dtype=torch.int64)}
+    example = Example(module=CountedTokens(), inputs=inputs, loss=torch.nn.functional.cross_entropy)
+    with pytest.raises(ModelError) as caught:
+        capture_whole(example)
+    text = caught.value.full_text()
+    assert "a size that is not a product of rows, tokens and numbers (u0), at test_library_classes.py:" in text
 
 
 LONG = 2100
