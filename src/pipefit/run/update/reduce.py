@@ -1,7 +1,7 @@
 """Gradient reduction: bucketed, started while the last backward still runs, finished before the norm is computed.
 
 Every rank of a lane launches the buckets in the same order, because all of them run the same actions. A parameter
-replicated along an axis has a partial gradient there (docs/design/architecture.md), so it is summed over exactly those
+replicated along an axis has a partial gradient there (docs/design/sharding.md), so it is summed over exactly those
 axes: all-reduced, or reduce-scattered to the owners of the optimizer state under ZeRO-1. A parameter tied between
 lanes is then summed over them too, by the transfer rule of `layout.transfer_moves`. If stages on several lanes take
 turns and hold a parameter in the same way, one sum covers the devices of all these lanes, once all have finished.
