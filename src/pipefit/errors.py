@@ -46,6 +46,10 @@ class PipefitError(ValueError):
         return "\n".join(parts)
 
 
+class CaptureWarning(UserWarning):
+    """A limit of a captured model, such as an operator that is not divided. Every opening of the model repeats it."""
+
+
 class FormatError(PipefitError):
     """A file that cannot be parsed as its format: truncated, of another version, or with a wrong field."""
 

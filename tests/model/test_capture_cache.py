@@ -14,7 +14,7 @@ import pytest
 from tests.support.plugin_package import package_environment, page_examples, write_package
 
 from pipefit.codec import to_data
-from pipefit.errors import ModelError
+from pipefit.errors import CaptureWarning, ModelError
 from pipefit.model import capture_cache
 from pipefit.model.capture import layers as capture
 from pipefit.model.families import FAMILIES
@@ -226,6 +226,42 @@ def test_models_with_opaque_layers_warn_each_time(folder: Path, monkeypatch: pyt
         with pytest.warns(capture.OpaqueLayerWarning, match=r"layer layers\.0 \(.*stays opaque"):
             open_model("tiny")
     assert stored_files(folder) == []
+
+
+def write_library_model(folder: Path, **fields: object) -> str:
+    """A directory with the config.json of a small encoder of `transformers`, which its capture warns of."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = {"model_type": "bert", "vocab_size": 32, "max_position_embeddings": 16, "tie_word_embeddings": False}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **sizes, **fields}), encoding="utf-8")
+    return str(folder)
+
+
+def test_a_class_of_the_library_is_stored_with_its_warnings(folder: Path, tmp_path: Path, captures: list[str]) -> None:
+    source = write_library_model(tmp_path / "model")
+    with pytest.warns(CaptureWarning, match="attention sees later tokens") as first:
+        fresh = open_model(source, 8)
+    with pytest.warns(CaptureWarning, match="attention sees later tokens") as second:
+        stored = open_model(source, 8)
+    assert stored == fresh and stored.hash == fresh.hash
+    assert [str(entry.message) for entry in second] == [str(entry.message) for entry in first]
+    assert captures == ["user"] and len(stored_files(folder)) == 1
+
+
+def test_a_class_of_the_library_is_stored_by_fields_tokens_and_versions(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_library_model(tmp_path / "model")
+    described = [resolve_model(source, 8), resolve_model(source, 16)]
+    write_library_model(tmp_path / "wider", intermediate_size=48)
+    described.append(resolve_model(str(tmp_path / "wider"), 8))
+    keys = [capture_cache.cache_key(entry.family, entry.config) for entry in described]
+    installed = capture_cache._installed_versions(())
+    assert any(name.startswith("transformers-") for name in installed)
+    newer = [f"{name}.1" if name.startswith("transformers-") else name for name in installed]
+    monkeypatch.setattr(capture_cache, "_installed_versions", lambda names: newer)
+    keys.append(capture_cache.cache_key(described[0].family, described[0].config))
+    assert None not in keys and len(set(keys)) == 4
 
 
 def test_a_run_captures_its_model_itself(folder: Path, captures: list[str]) -> None:

@@ -1,10 +1,10 @@
 """A cache of captured models in the user's cache folder. No torch is imported: a model in the cache is read in
 milliseconds, where its capture takes seconds.
 
-A captured model depends on its family, its configuration, the code that captures it, and the installed versions. The
-key of a file is a digest of all of these, so a change of any of them gives a fresh capture. Users' own modules
-(`FILE.py:FUNCTION`) and models with opaque layers are never stored. The cache may lose files at any time; nothing in
-this module fails because of the disk.
+A captured model depends on its family or class, its configuration, the code that captures it, and the installed
+versions. The key of a file is a digest of all of these, so a change of any of them gives a fresh capture. Users' own
+modules (`FILE.py:FUNCTION`) and models with opaque layers are never stored. The cache may lose files at any time;
+nothing in this module fails because of the disk.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipefit import codec
-from pipefit.errors import FormatError
+from pipefit.errors import CaptureWarning, FormatError
+from pipefit.model.any_class import FIELDS, library_example, library_fields
 from pipefit.model.families import FAMILIES
+from pipefit.model.families.build import USER
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.plugins import loaded_modules
@@ -53,6 +56,8 @@ class CapturedFile:
     hash: str
     "`Model.hash` of the model; a damaged file has another one."
     model: Model
+    warnings: tuple[str, ...] = ()
+    "Texts of the capture's warnings (`CaptureWarning`), which every opening of the model repeats."
 
 
 def cache_folder() -> Path | None:
@@ -75,21 +80,26 @@ def cache_key(family: str, config: Mapping[str, Any]) -> str | None:
 
     For a built-in family without plug-ins: the configuration, pipefit's source, the versions of Python, torch and
     sympy, and the machine type. A plug-in adds the files of its packages and the versions of all installed packages.
+    The key of a class of `transformers` has the versions of all installed packages, too.
     """
-    if family not in FAMILIES:
+    read: Callable[..., Any]
+    if family in FAMILIES:
+        builder, read = FAMILIES[family].builder, FAMILIES[family].read
+    elif family == USER and FIELDS in config:
+        builder, read = f"{library_example.__module__}:{library_example.__qualname__}", library_fields
+    else:
         return None
-    described = FAMILIES[family]
-    reader = [getattr(described.read, name, None) for name in ("__module__", "__qualname__")]
-    modules = {described.builder, str(reader[0])}
-    packages = {name.partition(".")[0] for name in modules if not name.startswith("pipefit.model.families.")}
+    reader = [getattr(read, name, None) for name in ("__module__", "__qualname__")]
+    modules = {builder, str(reader[0])}
+    packages = {name.partition(".")[0] for name in modules if not name.startswith("pipefit.model.")}
     packages.update(name.partition(".")[0] for name in loaded_modules())
-    versions = _installed_versions(() if packages else _TRACERS)
+    versions = _installed_versions(() if packages or family == USER else _TRACERS)
     sources = _digest_sources(sorted(packages))
     if None in reader or sources is None or not any(name.startswith("torch-") for name in versions):
         return None
     facts = {
         "format": _FORMAT,
-        "family": [family, described.builder, *reader],
+        "family": [family, builder, *reader],
         "config": config,
         "sources": sources,
         "versions": versions,
@@ -102,7 +112,8 @@ def cache_key(family: str, config: Mapping[str, Any]) -> str | None:
 
 
 def load_captured(key: str) -> Model | None:
-    """Return the model of this key; None if the folder has no such file or the file is damaged."""
+    """Return the model of this key, and repeat the warnings of its capture; None if the folder has no such file or the
+    file is damaged."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -110,10 +121,14 @@ def load_captured(key: str) -> Model | None:
         stored = codec.load_file(CapturedFile, folder / f"{key}.json")
     except (FormatError, ValueError, RecursionError):
         return None
-    return stored.model if stored.key == key and stored.model.hash == stored.hash else None
+    if stored.key != key or stored.model.hash != stored.hash:
+        return None
+    for text in stored.warnings:
+        warnings.warn(text, CaptureWarning, stacklevel=2)
+    return stored.model
 
 
-def store_captured(key: str, model: Model) -> None:
+def store_captured(key: str, model: Model, texts: Sequence[str] = ()) -> None:
     """Write a model to the cache folder and remove the oldest files above `MOST_FILES`.
 
     Models with opaque layers, models that JSON does not give back equal, and folders that cannot be written are
@@ -124,7 +139,7 @@ def store_captured(key: str, model: Model) -> None:
     if folder is None or any(KINDS[operator.kind].is_module for operator in operators):
         return
     try:
-        text = codec.dump_text(CapturedFile(key=key, hash=model.hash, model=model))
+        text = codec.dump_text(CapturedFile(key=key, hash=model.hash, model=model, warnings=tuple(texts)))
         if codec.load_text(CapturedFile, text, key).model != model:
             return
     except (FormatError, TypeError, ValueError):

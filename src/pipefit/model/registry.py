@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipefit import codec
-from pipefit.errors import FormatError, ModelError, UnsupportedModelError, suggest_name
+from pipefit.errors import CaptureWarning, FormatError, ModelError, UnsupportedModelError, suggest_name
 from pipefit.extras import is_installed
 from pipefit.model.adapters.adapt import count_elements, tune_model
 from pipefit.model.adapters.options import is_tuned, tuning_of
@@ -181,9 +181,14 @@ def _open_base(family: str, config: Mapping[str, Any]) -> Model:
         return write_family(family, config)
     from pipefit.model.capture.layers import capture_family
 
-    model = capture_family(family, config)
-    if key is not None:
-        store_captured(key, model)
+    if key is None:
+        return capture_family(family, config)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always", CaptureWarning)
+        model = capture_family(family, config)
+    for entry in raised:
+        warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
+    store_captured(key, model, [str(entry.message) for entry in raised if issubclass(entry.category, CaptureWarning)])
     return model
 
 

@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import ModelError, PipefitError
+from pipefit.errors import CaptureWarning, ModelError, PipefitError
 from pipefit.model.any_class import FIELDS, is_encoder
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.export import MODULE as MODULE
@@ -45,7 +45,7 @@ _MOST_REMEMBERED = 16
 """Largest number of these models."""
 
 
-class OpaqueLayerWarning(UserWarning):
+class OpaqueLayerWarning(CaptureWarning):
     """A layer could not be captured and runs as an opaque module."""
 
 
@@ -101,6 +101,7 @@ def _warn_of_later_tokens(model: Model) -> None:
         warnings.warn(
             f"{model.config['source']}: attention sees later tokens, so the loss predicts tokens that the model sees; "
             "set is_decoder to true in the config.json",
+            CaptureWarning,
             stacklevel=3,
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import ModelError, PipefitError
+from pipefit.errors import CaptureWarning, ModelError, PipefitError
 from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, convert_node
 from pipefit.model.capture.counted import LINEAR_KINDS
 from pipefit.model.capture.cut_layers import cut_layers
@@ -39,7 +39,7 @@ NAMED_ROLES = {"input_ids": "tokens", "tokens": "tokens", "position_ids": "posit
 """Common names of inputs that the step plan gives -> their role."""
 
 
-class UnknownOperatorWarning(UserWarning):
+class UnknownOperatorWarning(CaptureWarning):
     """A function has no split rule: it is computed in full on every device."""
 
 
