@@ -18,6 +18,7 @@ from pipefit.model.capture.convert import GraphEmitter, UnconvertibleError, conv
 from pipefit.model.capture.counted import LINEAR_KINDS
 from pipefit.model.capture.cut_layers import cut_layers
 from pipefit.model.capture.export import MODULE, export_reason, fold_constant, on_meta, quiet_torch, traced_numbers
+from pipefit.model.capture.in_place import replace_arithmetic
 from pipefit.model.capture.library_delta import replace_delta_rules
 from pipefit.model.capture.library_experts import separate_rows
 from pipefit.model.capture.lift import lift_graph
@@ -179,7 +180,7 @@ def _capture_graph(example: Example, names: Sequence[str], tensors: Sequence[tor
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            if _works_in_place(program):
+            if replace_arithmetic(program):
                 program = program.run_decompositions({})
     except PipefitError:
         raise
@@ -196,16 +197,6 @@ def _changes_buffer(module: nn.Module, name: str) -> str:
     owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
     reason = f"it changes the buffer {name} in its forward ({owner})"
     return f"{reason}: running statistics over rows; use GroupNorm or LayerNorm" if "BatchNorm" in owner else reason
-
-
-HARMLESS = ("relu_", "silu_", "detach_", "dropout_")
-"""In-place functions that are converted as out-of-place ones."""
-
-
-def _works_in_place(program: Any) -> bool:
-    """Return whether an export still contains functions that change their arguments."""
-    targets = {node.target for node in program.graph.nodes if hasattr(node.target, "_schema")}
-    return any(t._schema.is_mutable and t._schema.name.split("::")[-1] not in HARMLESS for t in targets)
 
 
 def _convert_export(
