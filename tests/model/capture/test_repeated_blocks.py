@@ -26,9 +26,11 @@ def deep_example(kind):
     return library_example({"source": kind, FIELDS: fields, TOKENS: 12})
 
 
-@pytest.mark.parametrize(("kind", "prefix"), [("stablelm", 2), ("mpt", 2), ("olmo3", 4), ("afmoe", 5)])
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [("stablelm", 2), ("mpt", 2), ("olmo3", 4), ("afmoe", 5), ("llama4_text", 6)]
+)
 def test_a_prefix_gives_the_layers_of_all_blocks(kind, prefix, monkeypatch):
-    """Equal blocks; ALiBi; two kinds in turn; a dense layer before two kinds in turn."""
+    """Equal blocks; ALiBi; two kinds in turn; a dense layer before two kinds in turn; a list of all numbers."""
     example = deep_example(kind)
     assert find_blocks(example.module).prefix == prefix
     short = capture_whole(example, kind)

@@ -36,12 +36,13 @@ def loop_reads_number(owner: nn.Module) -> bool:
 
 
 def numbered_settings(module: nn.Module, count: int, index: int) -> tuple[str, ...]:
-    """Return the entries for a block in lists and mappings of all configurations of a model with `count` blocks."""
+    """Return the entries for a block in lists and mappings of all configurations of a model with `count` blocks. A list
+    of all their numbers, as `moe_layers` may be, has no entry."""
     configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     entries = []
     for config in configs.values():
         for name, value in sorted(vars(config).items()):
-            if isinstance(value, (list, tuple)) and len(value) == count:
+            if isinstance(value, (list, tuple)) and len(value) == count and list(value) != list(range(count)):
                 entries.append(f"{name}: {value[index]!r}")
             elif isinstance(value, dict) and "layer" in name and (index in value or str(index) in value):
                 entries.append(f"{name}: {value.get(index, value.get(str(index)))!r}")
