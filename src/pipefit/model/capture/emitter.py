@@ -8,6 +8,7 @@ from typing import Any
 
 from pipefit.model.capture.rewrite import unused_name
 from pipefit.model.graph import Operator, Shape, Size, TensorSpec, multiply_sizes, size_factors
+from pipefit.model.ops.constant import pack_numbers
 
 LAYER_CONSTANT, WHOLE_CONSTANT = 1 << 16, 1 << 22
 """Maximum number of elements of a constant in a graph: for a layer, and for a complete model."""
@@ -108,7 +109,7 @@ class GraphEmitter:
         elif numbers.numel() > self.largest:
             raise UnconvertibleError(f"a constant of {numbers.numel()} numbers")
         else:
-            values = numbers.double().flatten().tolist()
+            values = pack_numbers(numbers.double().flatten().numpy())
         return self.emit("constant", (), shape, dtype, {"values": values, "shape": list(shape), "dtype": dtype})
 
     def shape_of(self, name: str) -> Shape:

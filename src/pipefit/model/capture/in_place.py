@@ -43,7 +43,7 @@ def _function_name(node: Any) -> str:
 
 
 def _is_in_place(node: Any) -> bool:
-    return hasattr(node.target, "_schema") and node.target._schema.is_mutable
+    return hasattr(node.target, "_schema") and bool(node.target._schema.is_mutable)
 
 
 def _is_replaceable(node: Any, position_of: dict[Any, int]) -> bool:
@@ -58,9 +58,9 @@ def _is_replaceable(node: Any, position_of: dict[Any, int]) -> bool:
     if isinstance(number, (int, float)):
         return bool(value.is_floating_point())
     number_value = getattr(number, "meta", {}).get("val")
-    return getattr(number_value, "dtype", None) == value.dtype
+    return bool(getattr(number_value, "dtype", None) == value.dtype)
 
 
 def _may_share_memory(node: Any) -> bool:
     """Return whether a result of the node may share memory with an argument, as views do."""
-    return not hasattr(node.target, "_schema") or any(entry.alias_info for entry in node.target._schema.returns)
+    return not hasattr(node.target, "_schema") or any(bool(entry.alias_info) for entry in node.target._schema.returns)

@@ -16,6 +16,7 @@ from typing import Any
 
 from pipefit.model.capture.rewrite import GraphEditor
 from pipefit.model.graph import Graph, Operator, Shape
+from pipefit.model.ops.constant import unpack_numbers
 from pipefit.model.ops.rotary import rotary_frequencies
 
 _LOOSE = ("cast", "reshape", "transpose", "expand")
@@ -200,7 +201,7 @@ def _match_angle(editor: GraphEditor, name: str, spread: str) -> tuple[str, tupl
         values = editor.match_kind(editor.skip_kinds(constant, _LOOSE), "constant")
         source = editor.skip_kinds(positions, _LOOSE)
         if values is not None and source in editor.inputs and editor.inputs[source].role == "positions":
-            return _remove_doubling(source, tuple(float(value) for value in values.attributes["values"]), spread)
+            return _remove_doubling(source, tuple(unpack_numbers(values.attributes["values"]).tolist()), spread)
     return None
 
 

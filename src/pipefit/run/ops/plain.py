@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
+from pipefit.model.ops.constant import unpack_numbers
 from pipefit.run.ops import OperatorContext, OperatorStep
 from pipefit.run.ops.elementwise import torch_dtype
 from pipefit.run.ops.shape import deferred_size
@@ -18,7 +19,7 @@ def build_constant(operator: Operator, context: OperatorContext) -> OperatorStep
     if values == "causal":
         numbers = torch.ones(shape, dtype=torch.bool, device=context.device).tril().to(dtype)
     else:
-        numbers = torch.tensor(values, dtype=torch.float64).to(dtype).reshape(shape).to(context.device)
+        numbers = torch.from_numpy(unpack_numbers(values)).to(dtype).reshape(shape).to(context.device)
     return OperatorStep(lambda: numbers)
 
 
