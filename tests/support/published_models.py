@@ -3,10 +3,11 @@ parameters that the authors or the files state."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-PUBLISHED_MODELS: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("published_models.json").read_text(encoding="utf-8")
-)
+from benchmarks.planning.published_models import read_models
+
+ALL_MODELS: dict[str, dict[str, Any]] = read_models()
+
+PUBLISHED_MODELS = {name: entry for name, entry in ALL_MODELS.items() if "class" not in entry}
+"""The models of native families."""

@@ -42,7 +42,7 @@ CAPTURED = (
     "smollm3-3b", "starcoder2-15b", "tiny-gpt2", "tiny-qwen3-moe", "google/gemma-2b",
     "CohereForAI/c4ai-command-r-v01", "CohereForAI/c4ai-command-r7b-12-2024", "tiiuae/falcon-7b",
     "Qwen/Qwen1.5-MoE-A2.7B", "google/gemma-3-1b-pt", "deepseek-ai/DeepSeek-V2", "zai-org/GLM-4.5",
-    "microsoft/Phi-3-mini-4k-instruct",
+    "microsoft/Phi-3-mini-4k-instruct", "google/gemma-3-27b-pt",
 )  # fmt: skip
 """Built-in and published models, at least one of every form: the others of a form differ in sizes only."""
 

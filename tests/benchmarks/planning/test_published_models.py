@@ -1,0 +1,55 @@
+"""Published models of the benchmark: its quick run, its targets, and the committed result."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import load_result
+from benchmarks.planning.published_models import CAPTURE_LIMIT_S, missed_targets, read_models
+
+ROOT = Path(__file__).resolve().parents[3]
+ROW = {"error": 0.0, "tolerance": 1e-3, "open_cpu_s": 5.0, "search_cpu_s": 4.0, "step_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"error": -0.002}, ["parameters"]),
+        ({"open_cpu_s": 21.0}, ["capture"]),
+        ({"search_cpu_s": 5.5}, ["search"]),
+    ],
+)
+def test_a_missed_target_is_named(change: dict[str, float], missed: list[str]) -> None:
+    assert missed_targets({**ROW, **change}) == missed
+
+
+def test_a_model_without_a_plan_misses_it() -> None:
+    row = {name: value for name, value in ROW.items() if name != "step_s"}
+    assert missed_targets(row) == ["plan"]
+
+
+@pytest.mark.slow
+def test_quick_plans_a_native_and_a_captured_model(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "benchmarks.planning.published_models", "--quick", "--json", tmp_path / "result"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "result").read_text())["models"]
+    assert [row["read"] for row in rows.values()] == ["native", "captured"]
+    for row in rows.values():
+        assert (
+            row["devices"] == 64 and row["cached_cpu_s"] < row["open_cpu_s"] and row["peak_bytes"] < row["limit_bytes"]
+        )
+
+
+def test_the_committed_result_has_every_model_with_its_parameters() -> None:
+    models, rows = read_models(), load_result("published_models")["models"]
+    assert len(rows) >= 40 and set(rows) <= set(models)
+    for name, row in rows.items():
+        assert abs(row["error"]) <= models[name].get("tolerance", 1e-3), name
+        assert row["open_cpu_s"] <= CAPTURE_LIMIT_S and "step_s" in row, name
