@@ -14,14 +14,14 @@ from tests.support.durations import Durations
 
 TIERS = ("quick", "default", "all")
 
-DEFAULT_BUDGET_S = 960.0
-"""Recorded seconds of all tests of the default tier: eight minutes on two cores."""
+DEFAULT_BUDGET_S = 750.0
+"""Recorded seconds of all tests of the default tier: six minutes and a half on two cores."""
 
-FAMILY_S = 1.0
+FAMILY_S = 0.6
 """Recorded seconds that one test may take in the default tier with all of its parameters; of a test that takes more,
 so many parameters run there as fit, evenly spread, and at least one of them."""
 
-LONGEST_S = 2.5
+LONGEST_S = 1.5
 """The longest test of the default tier; a file whose tests are all longer keeps its shortest one."""
 
 ALONE_S = 3.0
