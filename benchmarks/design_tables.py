@@ -7,8 +7,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.harness import format_table, load_result, markdown_table
+from benchmarks.models.weight_files import EQUAL
 from benchmarks.schedules.table import tables as schedule_tables
-from benchmarks.weight_files import EQUAL
 
 NUMBERS = "---:"
 """The rule below columns of numbers."""

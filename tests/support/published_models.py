@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.planning.published_models import read_models
+from benchmarks.models.published import read_models
 
 ALL_MODELS: dict[str, dict[str, Any]] = read_models()
 

@@ -11,7 +11,7 @@ from tests.model.families.test_written_graphs import pipefit_without
 from tests.support import adapter_cases as adapters
 from tests.support import worker_plans as plans
 
-from benchmarks.model_coverage import tiny_example
+from benchmarks.models.coverage import tiny_example
 from pipefit.cluster import local_cluster
 from pipefit.cost.memory.lanes import lane_parts
 from pipefit.model.adapters.adapt import count_elements, freeze_parameters

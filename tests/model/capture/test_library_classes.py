@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.support.whole_runs import compare, feed_of, reference, run_whole
 
-from benchmarks.model_coverage import class_difference, plan_stages, tiny_example
-from benchmarks.tiny_configs import tiny_config
+from benchmarks.models.coverage import class_difference, plan_stages, tiny_example
+from benchmarks.models.tiny_configs import tiny_config
 from pipefit.errors import ModelError
 from pipefit.model.analysis.saved import operator_call
 from pipefit.model.any_class import FIELDS, TOKENS, build_class, empty_parameters, library_example

@@ -10,7 +10,7 @@ import torch
 from tests.support.whole_runs import compare, feed_of, reference, run_whole
 from torch import nn
 
-from benchmarks.model_coverage import EXACT, class_difference, plan_stages, tiny_example
+from benchmarks.models.coverage import EXACT, class_difference, plan_stages, tiny_example
 from pipefit.errors import ModelError
 from pipefit.model.capture.library_delta import FUNCTIONS, replace_delta_rules
 from pipefit.model.capture.whole import capture_whole

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.tiny_configs import tiny_config
+from benchmarks.models.tiny_configs import tiny_config
 from pipefit.model.any_class import FIELDS, TOKENS, library_example
 from pipefit.model.capture import whole
 from pipefit.model.capture.repeated_blocks import find_blocks

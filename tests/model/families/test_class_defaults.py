@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.support.worker_plans import LLAMA
 
-from benchmarks.model_coverage import EXACT, all_types
-from benchmarks.native_types import measure_native
+from benchmarks.models.coverage import EXACT, all_types
+from benchmarks.models.native_types import measure_native
 from pipefit.errors import ModelError
 from pipefit.model.families import family_of_type
 from pipefit.model.families.build import build_layers

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.support.published_models import ALL_MODELS, PUBLISHED_MODELS
 
-from benchmarks.planning.published_models import TOLERANCE
+from benchmarks.models.published import TOLERANCE
 from pipefit.model.any_class import build_class, empty_parameters
 from pipefit.model.registry import build_layers, describe_config
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.tiny_configs import tiny_config
-from benchmarks.weight_files import exported_tensors
+from benchmarks.models.tiny_configs import tiny_config
+from benchmarks.models.weight_files import exported_tensors
 from pipefit.errors import ModelError
 from pipefit.model.any_class import FIELDS, build_class
 from pipefit.model.families.build import USER

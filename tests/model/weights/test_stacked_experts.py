@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.tiny_configs import tiny_config
+from benchmarks.models.tiny_configs import tiny_config
 from pipefit.model.any_class import build_class
 from pipefit.model.families.build import USER
 from pipefit.model.weights.files import WeightFiles

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import train_toys as toys
 from typer.testing import CliRunner
 
-from benchmarks.tiny_configs import tiny_config
+from benchmarks.models.tiny_configs import tiny_config
 from pipefit.cli import build_app
 
 TOKENS = 12

@@ -11,7 +11,7 @@ import torch
 from tests.support import whole_cases
 from tests.support import worker_cases as cases
 
-from benchmarks.model_coverage import TOKENS, tiny_example
+from benchmarks.models.coverage import TOKENS, tiny_example
 
 pytestmark = pytest.mark.gloo
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.model_coverage import ASKED, EXACT, all_types
-from benchmarks.weight_files import EQUAL
+from benchmarks.models.coverage import ASKED, EXACT, all_types
+from benchmarks.models.weight_files import EQUAL
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PARTS, TRIED = 12, (0, 6)
 """Every twelfth type is a part; all of them take too long for continuous integration."""
 
@@ -23,7 +23,7 @@ PARTS, TRIED = 12, (0, 6)
 @pytest.mark.parametrize("part", TRIED)
 def test_types_are_planned_and_trained_as_recorded(part: int, tmp_path: Path) -> None:
     kinds, result = all_types()[part::PARTS], tmp_path / "result.json"
-    command = [sys.executable, "-m", "benchmarks.model_coverage", "--types", ",".join(kinds), "--json", str(result)]
+    command = [sys.executable, "-m", "benchmarks.models.coverage", "--types", ",".join(kinds), "--json", str(result)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert result.exists(), done.stderr[-2000:]
     rows = json.loads(result.read_text())["types"]

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, run_benchmark
-from benchmarks.tiny_configs import VOCABULARY, tiny_config
-from benchmarks.weight_files import EQUAL, compare_files
+from benchmarks.models.tiny_configs import VOCABULARY, tiny_config
+from benchmarks.models.weight_files import EQUAL, compare_files
 
 TOKENS, ROWS, STEPS, STAGES = 12, 3, 2, 2
 CPU_S, DATA_BYTES = 120, 12 << 30
@@ -181,7 +181,7 @@ def measure_here(kind: str) -> tuple[TypeResult, Any]:
     try:
         if family_of_type(kind) is None:
             return measure_captured(kind)
-        from benchmarks.native_types import measure_native
+        from benchmarks.models.native_types import measure_native
 
         layers, difference, training = measure_native(kind)
     except PipefitError as error:

@@ -18,7 +18,7 @@ from tests.support.in_float64 import AllInFloat64
 from tests.support.whole_cases import SGD, stock_optimizer
 from tests.support.whole_runs import feed_of, run_whole
 
-from benchmarks.model_coverage import (
+from benchmarks.models.coverage import (
     LEAST_GRADIENT,
     ROWS,
     STAGES,
@@ -29,7 +29,7 @@ from benchmarks.model_coverage import (
     plan_stages,
     relative_difference,
 )
-from benchmarks.tiny_configs import VOCABULARY, tiny_config
+from benchmarks.models.tiny_configs import VOCABULARY, tiny_config
 from pipefit.cluster import local_cluster
 from pipefit.data.stepplan import StepPlan, batch_shape
 from pipefit.model.families.build import build_layers, write_family
@@ -60,7 +60,7 @@ class TokenRows:
 def measure_native(kind: str) -> tuple[int, float, tuple[Any, ...]]:
     """Return (layers, largest relative difference of the loss or a gradient, training) of a type with a family.
 
-    The training is that of `model_coverage.class_training`. Raises PipefitError if the type cannot be planned.
+    The training is that of `coverage.class_training`. Raises PipefitError if the type cannot be planned.
     """
     fields = tiny_config(kind, dropout=False)
     described = describe_config(fields, kind, kind)

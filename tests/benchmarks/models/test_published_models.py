@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import load_result
-from benchmarks.planning.published_models import CAPTURE_LIMIT_S, missed_targets, read_models
+from benchmarks.models.published import CAPTURE_LIMIT_S, missed_targets, read_models
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {"error": 0.0, "tolerance": 1e-3, "open_cpu_s": 5.0, "search_cpu_s": 4.0, "step_s": 1.0}
@@ -36,7 +36,7 @@ def test_a_model_without_a_plan_misses_it() -> None:
 
 @pytest.mark.slow
 def test_quick_plans_a_native_and_a_captured_model(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "benchmarks.planning.published_models", "--quick", "--json", tmp_path / "result"]
+    words = [sys.executable, "-m", "benchmarks.models.published", "--quick", "--json", tmp_path / "result"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "result").read_text())["models"]

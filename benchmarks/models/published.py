@@ -6,7 +6,7 @@ A model that does not fit is planned again on 512 devices. A run passes if every
 one within its tolerance, every capture takes at most 20 s, and every search on 64 devices at most 5 s. Times are
 processor seconds, as one core does all the work, without the import of torch and transformers.
 
-    python -m benchmarks.planning.published_models [--quick] [--only MODEL] [--open-only] [--json PATH]
+    python -m benchmarks.models.published [--quick] [--only MODEL] [--open-only] [--json PATH]
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure_all(arguments: Namespace) -> Outcome:
     table = TextTable(*COLUMNS)
     table.print_head()
     for name in names:
-        words = [sys.executable, "-m", "benchmarks.planning.published_models", "--model", name]
+        words = [sys.executable, "-m", "benchmarks.models.published", "--model", name]
         words += ["--open-only"] if arguments.open_only else []
         rows[name] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
         table.print_row(name, *row_cells(rows[name]))
