@@ -95,9 +95,9 @@ def refused(capfd, monkeypatch, source: str) -> str:
     [
         (
             "choosy",
-            ["The model cannot be captured.", "choosy", "data-dependent", "model.py:13", "docs/reference/models.md"],
+            ["The model cannot be captured.", "choosy", "data-dependent", "model.py:13", "rewrite that line"],
         ),
-        ("counting", ["cannot be captured", "it changes the buffer norm.", "in its forward"]),
+        ("counting", ["cannot be captured", "it changes the buffer norm.", "try: give the model as a list of layers"]),
         ("fixed", ["cannot be captured", "one number of rows only", "len(x)", "model.py:26"]),
         ("without_loss", ["The model returns no loss.", "Linear.forward", "a tensor", "Example(loss=...)"]),
         ("one_row", ["the same number of rows in dimension 0", "input (1, 4)", "at least two"]),

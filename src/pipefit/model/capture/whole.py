@@ -88,11 +88,12 @@ def _capture_layers(
         except UnconvertibleError as error:
             reason = str(error)
     else:
+        rewriting = "rewrite that line, or " if ", at " in reason else ""
         raise ModelError(
             "The model cannot be captured.",
             where=source or type(example.module).__name__,
             seen=reason,
-            next_step="rewrite that line, or give the model as a list of layers (docs/reference/models.md)",
+            next_step=f"{rewriting}give the model as a list of layers (docs/reference/models.md)",
         )
     layers, graphs = cut_layers(graph)
     return tuple(layers), graphs
