@@ -27,6 +27,24 @@ def _packed_attention(scale: float) -> Any:
     return plain
 
 
+def _seen_ahead(scale: float, window: int | None) -> Any:
+    """Causal attention, one query and head at a time, to the key that `ends` names."""
+
+    def plain(q: Any, k: Any, v: Any, ends: Any) -> Any:
+        rows = []
+        for row in range(q.shape[0]):
+            for t in range(q.shape[1]):
+                first = 0 if window is None else max(0, t - window + 1)
+                seen = slice(first, max(t, int(ends[row, t])) + 1)
+                for h in range(q.shape[2]):
+                    g = h // (q.shape[2] // k.shape[2])
+                    weights = ((k[row, seen, g] * q[row, t, h]).sum(-1) * scale).softmax(0)
+                    rows.append((weights.unsqueeze(-1) * v[row, seen, g]).sum(0))
+        return torch.stack(rows).view(*q.shape[:3], -1)
+
+    return plain
+
+
 def _put(h: Any, x: Any, places: Any) -> Any:
     rows = list(h.reshape(-1, h.shape[-1]))
     for place, row in zip(places[0].tolist(), x[0], strict=True):
@@ -88,6 +106,17 @@ CASES = [
         {"scale": 0.7},
         integers={"documents": TOKENS},
         fixed_values={"documents": [[0, 0, 2, 2, 4, 4], [0, 1, 1, 3, 3, 5]]},
+    ),
+    *(
+        make_example(
+            "attention",
+            {"q": _HEADS, "k": ("B", "T", 2, 5), "v": ("B", "T", 2, 5), "ends": ("B", "T")},
+            _seen_ahead(0.4, window),
+            {"causal": True, "scale": 0.4, "window": window, "ahead": True},
+            integers={"ends": TOKENS},
+            fixed_values={"ends": [[0, 3, 3, 3, 4, 5], [1, 1, 2, 5, 5, 5]]},
+        )
+        for window in (None, 2)
     ),
     make_example(
         "put_tokens",

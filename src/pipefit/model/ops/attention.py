@@ -1,6 +1,7 @@
 """attention(q_BTHK, k_BTGK, v_BTGK, sinks_H...) -> o_BTHK: softmax(scale q k^T + mask) v, head h reading keys of group
 h // (H/G). With `softcap` c (Gemma 2) scores s become c tanh(s / c). Sinks (gpt-oss) are scores of one more key for
-each head, with the value zero.
+each head, with the value zero. With `ahead`, the fourth input (B, T) is the last key that each query sees (Gemma 3:
+tokens of an image see all of it). The kernel then takes a mask and computes the full square.
 
 Values may have fewer features than keys, as in latent attention; kernels of equal sizes then take padded values.
 
@@ -93,9 +94,14 @@ def computed_pairs(call: OperatorCall) -> int:
         chunk = queries // 2  # the two chunks of a device have 2 parts - 1 chunks before them
         own_chunk = chunk * chunk if window is not None and window < chunk else _causal_pairs(call, chunk)
         return 2 * own_chunk + (2 * parts - 1) * chunk * chunk * (window != 1)
-    masked = (window is not None and window < queries) or call.symbols.get(DOCUMENTS_APART, 0) > 0
+    masked = (window is not None and window < queries) or call.symbols.get(DOCUMENTS_APART, 0) > 0 or _sees_ahead(call)
     own_pairs = queries * queries if masked else _causal_pairs(call, queries)
     return own_pairs + queries * _earlier_keys(call, _first_query(call, keys - queries), window)
+
+
+def _sees_ahead(call: OperatorCall) -> bool:
+    """Return whether queries see keys behind them."""
+    return bool(call.attributes.get("ahead", False))
 
 
 def _causal_pairs(call: OperatorCall, queries: int) -> int:
@@ -148,7 +154,8 @@ def _earlier_keys(call: OperatorCall, before: int, window: int | None) -> int:
 
 
 def _saved_values(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
-    return (*operator.inputs, operator.outputs[0])
+    count = 3 if operator.attributes.get("ahead") else len(operator.inputs)
+    return (*operator.inputs[:count], operator.outputs[0])
 
 
 def _own_bytes(call: OperatorCall) -> int:
@@ -218,6 +225,8 @@ def _mask_bytes(call: OperatorCall) -> int:
     q, window = call.inputs[0], call.attributes.get("window")
     assert q is not None
     queries, earlier = q[1], call.symbols.get("P", 0)
+    if _sees_ahead(call):
+        return q[0] * queries * queries * call.compute_bytes
     if window is None or window >= earlier + queries:
         return 0
     slice_keys = queries if window < queries else 0
@@ -258,6 +267,7 @@ OPERATORS = (
             "scale": "factor of the scores",
             "window": "null, or the number of last keys that a query sees, itself included: i - window < j <= i",
             "softcap": "absent, or the number that scores are capped at: softcap tanh(score / softcap)",
+            "ahead": "absent, or true: the fourth input, int64 (B, T), is the last key of a query, in place of sinks",
             "cut": "of queries that are split along tokens: [1, the first one's place (-1: by shares), all tokens]",
         },
         shapes=_output_shapes,

@@ -18,13 +18,15 @@ from pipefit.run.autograd.saved_forward import SavedForward
 
 class AttentionSpec(NamedTuple):
     """Settings of an attention operator: score scale, window (number of last keys; None: all), shards of the stage,
-    index of the first query among the slice's tokens (None: the start of the shard's part), and cap of the scores."""
+    index of the first query among the slice's tokens (None: the start of the shard's part), and cap of the scores.
+    `ends` is the last key (B, T) that each query sees (None: its own)."""
 
     scale: float
     window: int | None
     shard: Any
     first: int | None = 0
     softcap: float | None = None
+    ends: torch.Tensor | None = None
 
     def call_kernel(self, causal: bool) -> AttentionCall:
         """Return the settings of a kernel call."""
@@ -96,7 +98,7 @@ def key_runs(past: KeyValueCache, record: SavedForward, q: torch.Tensor, sees: A
     """Yield the runs of visible keys: of the queries' own tokens, before them in their slice, and in earlier slices."""
     slice_start = past.first_token(record.slice)
     first, end = sees.query_range(q.shape[1], past.chunks[record.slice][0].shape[1])
-    sight = AttentionMask(record, slice_start + first, q, sees.window, sees.shard, (first, end))
+    sight = AttentionMask(record, slice_start + first, q, sees, (first, end))
     mask = sight.own_mask()
     yield KeyRun(record.slice, first, end, mask is None, mask)
     stop = sight.first

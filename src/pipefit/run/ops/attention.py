@@ -1,5 +1,5 @@
-"""attention(q, k, v, sinks...) {causal, scale, window, softcap, cut}: scaled dot products over grouped heads, also over
-earlier slices.
+"""attention(q, k, v, sinks...) {causal, scale, window, softcap, ahead, cut}: scaled dot products over grouped heads,
+also over earlier slices.
 
 q (B, T, H, K), k and v (B, T, G, K), H a multiple of G; result (B, T, H, K). A sequence may come in slices. A slice
 attends to its own keys and values and to those of earlier slices, one chunk at a time, without concatenation. Results
@@ -13,10 +13,14 @@ the whole slice. Keys before its part are one more earlier run; keys after it ar
 
 Sinks (H,) are the scores of one more key a head, with the value zero. They change a result and its log-sum-exp as one
 more run does, and the kernels need not know of them.
+
+With `ahead`, the fourth input is int64 (B, T): the last key that each query sees. It becomes a part of the mask. No
+query sees keys of later slices, so the planner does not cut such sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,7 +99,24 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
             return _AttentionFunction.apply(q, k, v, sinks, (past, record), sees)
         return forward_over(past, record, q, sees, sinks)[0]
 
+    if operator.attributes.get("ahead"):
+        return OperatorStep(attend_ahead(sees, cache_key), wants_record=True)
     return OperatorStep(run_attention, wants_record=True)
+
+
+def attend_ahead(sees: AttentionSpec, cache_key: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return the function of an attention whose queries see keys behind them, as its fourth input says."""
+
+    def run_ahead(record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> Any:
+        past, seen = KeyValueCache(), sees._replace(ends=ends)
+        if record.past is not None:
+            past = record.past.setdefault(cache_key, past)
+        past.put_keys(record.slice, k, v)
+        if torch.is_grad_enabled():
+            return _AttentionFunction.apply(q, k, v, None, (past, record), seen)
+        return forward_over(past, record, q, seen)[0]
+
+    return run_ahead
 
 
 def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:

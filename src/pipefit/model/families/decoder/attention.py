@@ -16,23 +16,26 @@ from pipefit.model.families.decoder.slopes import alibi_slopes
 
 
 class ScoreAttention(OperatorModule):
-    """Causal attention with an optional window, cap of the scores, and sinks: the operator `attention`."""
+    """Causal attention with an optional window, cap of the scores, and sinks: the operator `attention`. With `ahead`, a
+    query sees the keys up to the one that `ends` (B,T) names."""
 
     kind = "attention"
 
-    def __init__(self, scale: float, window: int | None, softcap: float, sinks: int) -> None:
+    def __init__(self, scale: float, window: int | None, softcap: float, sinks: int, ahead: bool = False) -> None:
         super().__init__()
-        self.scale, self.window, self.softcap = scale, window, softcap
+        assert not (sinks and ahead), "no model has both"
+        self.scale, self.window, self.softcap, self.ahead = scale, window, softcap, ahead
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
 
     def operator_attributes(self) -> dict[str, Any]:
         cap = {"softcap": self.softcap} if self.softcap else {}
-        return {"causal": True, "scale": self.scale, "window": self.window, **cap}
+        ahead = {"ahead": True} if self.ahead else {}
+        return {"causal": True, "scale": self.scale, "window": self.window, **cap, **ahead}
 
     def operator_parameters(self) -> tuple[str, ...]:
         return () if self.sinks is None else ("sinks",)
 
-    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, ends_BT: Tensor | None = None) -> Tensor:
         tokens, groups = q_BTHK.shape[1], k_BTGK.shape[2]
         q_BTGRK = q_BTHK.unflatten(2, (groups, -1))
         scores = torch.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK) * self.scale
@@ -40,7 +43,8 @@ class ScoreAttention(OperatorModule):
             scores = torch.tanh(scores / self.softcap) * self.softcap
         index = torch.arange(tokens, device=scores.device)
         distance = index[:, None] - index[None, :]
-        hidden = (distance < 0) | (distance >= (self.window or tokens))
+        later = distance < 0 if ends_BT is None else (index > ends_BT.unsqueeze(-1))[:, None, None]
+        hidden = later | (distance >= (self.window or tokens))
         scores = scores.masked_fill(hidden, -torch.inf).to(statistics_dtype(scores.dtype))
         if self.sinks is not None:
             more = self.sinks.unflatten(0, (groups, -1))[None, :, :, None, None].to(scores.dtype)
@@ -68,6 +72,7 @@ class AlibiFeatures(nn.Module):
 def make_scores(options: DecoderOptions, layer: int) -> nn.Module:
     """Return the attention of a layer."""
     window = options.windows[layer]
-    if options.softcap or options.sinks:
-        return ScoreAttention(options.scale, window, options.softcap, options.heads if options.sinks else 0)
+    if options.softcap or options.sinks or options.sees_images:
+        sinks = options.heads if options.sinks else 0
+        return ScoreAttention(options.scale, window, options.softcap, sinks, options.sees_images)
     return make_attention(options.scale, window)

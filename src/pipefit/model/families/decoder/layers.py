@@ -19,6 +19,7 @@ from pipefit.model.families.decoder.mlp import make_mlp
 from pipefit.model.families.decoder.norms import make_norm, make_qk_norm
 from pipefit.model.families.decoder.options import DecoderOptions
 from pipefit.model.families.decoder.stored_names import OUTPUT_TABLE, TOKEN_TABLE, block_parameter_name
+from pipefit.model.graph import TensorSpec
 
 
 class DecoderSource(Protocol):
@@ -75,7 +76,7 @@ class DecoderAttention(nn.Module):
         self.head_dim = dim
         self.rotary = options.rotary[layer]
 
-    def forward(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions_BT: Tensor, *ends_BT: Tensor) -> Tensor:
         q_BTHK = self._split_heads(self.q_proj(x_BTD), self.q_norm)
         k_BTGK = self._split_heads(self.k_proj(x_BTD), self.k_norm)
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -83,7 +84,7 @@ class DecoderAttention(nn.Module):
             q_BTHK, k_BTGK = (apply_rotary(t, positions_BT, self.rotary) for t in (q_BTHK, k_BTGK))
         if self.position_scores is not None:
             q_BTHK, k_BTGK = self.position_scores(q_BTHK, k_BTGK, positions_BT)
-        return self.o_proj(self.attention(q_BTHK, k_BTGK, v_BTGK).flatten(-2))
+        return self.o_proj(self.attention(q_BTHK, k_BTGK, v_BTGK, *ends_BT).flatten(-2))
 
     def _split_heads(self, projected: Tensor, norm: nn.Module) -> Tensor:
         if self.norm_first:
@@ -109,8 +110,12 @@ class DecoderBlock(nn.Module):
         self.scale = options.residual_scale
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.transform(x, positions)
+
+    def transform(self, x: Tensor, *places: Tensor) -> Tensor:
+        """Return the layer's result. `places` are the inputs of the attention beside x."""
         normed = self.input_layernorm(x)
-        attended = self._finish_branch(self.self_attn(normed, positions), self.attention_output_norm)
+        attended = self._finish_branch(self.self_attn(normed, *places), self.attention_output_norm)
         if self.parallel:
             inner = normed if self.shared_norm else self.post_attention_layernorm(x)
             return x + (attended + self._finish_branch(self.mlp(inner), self.mlp_output_norm))
@@ -119,6 +124,15 @@ class DecoderBlock(nn.Module):
 
     def _finish_branch(self, branch: Tensor, norm: nn.Module) -> Tensor:
         return self.dropout(scale_tensor(norm(branch), self.scale))
+
+
+class ImageBlock(DecoderBlock):
+    """A decoder layer whose tokens of an image see all of it. image_ends (B,T): the last token that a token sees."""
+
+    data_inputs = (TensorSpec(name="image_ends", shape=("B", "T"), dtype="int64", role="data"),)
+
+    def forward(self, x: Tensor, positions: Tensor, image_ends: Tensor) -> Tensor:  # type: ignore[override]
+        return self.transform(x, positions, image_ends)
 
 
 class DecoderHead(nn.Module):
@@ -132,7 +146,10 @@ class DecoderHead(nn.Module):
         self.scale, self.softcap = options.logit_scale, options.logit_softcap
 
     def forward(self, x: Tensor) -> Tensor:
-        logits_BTV = self.lm_head(scale_tensor(self.norm(x), self.scale))
+        return self.cap_logits(self.lm_head(scale_tensor(self.norm(x), self.scale)))
+
+    def cap_logits(self, logits_BTV: Tensor) -> Tensor:
+        """Return capped logits; the logits themselves without a cap."""
         return logits_BTV if not self.softcap else torch.tanh(logits_BTV / self.softcap) * self.softcap
 
 
@@ -144,9 +161,10 @@ def build(config: DecoderSource) -> list[nn.Module]:
     if options.tied:
         head.lm_head.weight = embed.embed_tokens.weight
     output = TOKEN_TABLE if options.tied else OUTPUT_TABLE
+    block = ImageBlock if options.sees_images else DecoderBlock
     return [
         name_layer(embed, "embed", "model."),
-        *(_name_block(DecoderBlock(options, i), i) for i in range(options.layers)),
+        *(_name_block(block(options, i), i) for i in range(options.layers)),
         name_layer(head, "head", "model.", {"lm_head.weight": output}),
         name_layer(TokenLoss(), "loss", ""),
     ]

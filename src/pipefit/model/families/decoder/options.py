@@ -115,6 +115,8 @@ class DecoderOptions:
     logit_softcap: float = 0.0
     sinks: bool = False
     "Whether each head has the score of one more key, with the value zero, as a parameter."
+    sees_images: bool = False
+    "Whether tokens of an image attend to all tokens of it. The input `image_ends` names the last token that each sees."
     norm_places: Literal["before", "after", "both"] = "before"
     "Norms before attention and MLP, or of their results before these are added to the residual stream."
     parallel: bool = False
