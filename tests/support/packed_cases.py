@@ -27,6 +27,27 @@ def _packed_attention(scale: float) -> Any:
     return plain
 
 
+def _square_attention(scale: float, unused: tuple[int, int]) -> Any:
+    """Tokens of several patches as the images of patches: one image at a time, without its unused patches."""
+
+    def plain(q: Any, k: Any, v: Any, documents: Any) -> Any:
+        patches, out = q.shape[2], []
+        q, k, v = (x.flatten(1, 2) for x in (q, k, v))
+        for row, starts in enumerate(documents.tolist()):
+            result = list(torch.zeros_like(q[row]))
+            for start in sorted({*starts}):
+                image = [t * patches + m for t, first in enumerate(starts) if first == start for m in range(patches)]
+                used = image[unused[0] : len(image) - unused[1]]
+                weights = (torch.einsum("thk,shk->hts", q[row, used], k[row, used]) * scale).softmax(-1)
+                values = torch.einsum("hts,shk->thk", weights, v[row, used])
+                for number, patch in enumerate(used):
+                    result[patch] = values[number]
+            out.append(torch.stack(result).unflatten(0, (-1, patches)))
+        return torch.stack(out)
+
+    return plain
+
+
 def _seen_ahead(scale: float, window: int | None) -> Any:
     """Causal attention, one query and head at a time, to the key that `ends` names."""
 
@@ -48,7 +69,8 @@ def _seen_ahead(scale: float, window: int | None) -> Any:
 def _put(h: Any, x: Any, places: Any) -> Any:
     rows = list(h.reshape(-1, h.shape[-1]))
     for place, row in zip(places[0].tolist(), x[0], strict=True):
-        rows[place] = row
+        if place >= 0:
+            rows[place] = row
     return torch.stack(rows).view(h.shape)
 
 
@@ -74,6 +96,24 @@ def _positions(side: int) -> Any:
     return plain
 
 
+def _square_positions(side: int, merge: int) -> Any:
+    """The patches of every square on their own."""
+
+    def plain(x: Any, grid: Any, table: Any, start: Any) -> Any:
+        steps = [(i, j) for i in range(merge) for j in range(merge)]
+        patches = [
+            [
+                [-1, 0, 1, 1] if row < 0 else [row * merge + i, column * merge + j, tall * merge, broad * merge]
+                for row, column, tall, broad in of_row
+                for i, j in steps
+            ]
+            for of_row in grid.tolist()
+        ]
+        return _positions(side)(x.flatten(1, 2), torch.tensor(patches), table, start).view_as(x)
+
+    return plain
+
+
 def _features(count: int) -> Any:
     def plain(time: Any) -> Any:
         turns = torch.stack([time * 1000 * 10000 ** (-k / count) for k in range(count)], -1)
@@ -82,7 +122,7 @@ def _features(count: int) -> Any:
     return plain
 
 
-_HEADS = ("B", "T", 4, 5)
+_HEADS, _SQUARES = ("B", "T", 4, 5), ("B", "T", 3, 2, 5)
 _GRID = [
     [[-1, 0, 2, 2], [0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2], [2, 1, 5, 2]],
     [[0, 0, 3, 3], [2, 2, 3, 3], [1, 6, 2, 7], [-1, 0, 0, 0], [0, 0, 1, 1], [3, 0, 4, 9]],
@@ -109,6 +149,17 @@ CASES = [
     ),
     *(
         make_example(
+            "packed_attention",
+            {"q": _SQUARES, "k": _SQUARES, "v": _SQUARES, "documents": ("B", "T")},
+            _square_attention(0.4, unused),
+            {"scale": 0.4, **({"unused": list(unused)} if any(unused) else {})},
+            integers={"documents": TOKENS},
+            fixed_values={"documents": [[0, 0, 0, 3, 3, 3], [0, 0, 2, 2, 2, 2]]},
+        )
+        for unused in ((0, 0), (2, 0), (2, 3))
+    ),
+    *(
+        make_example(
             "attention",
             {"q": _HEADS, "k": ("B", "T", 2, 5), "v": ("B", "T", 2, 5), "ends": ("B", "T")},
             _seen_ahead(0.4, window),
@@ -117,6 +168,14 @@ CASES = [
             fixed_values={"ends": [[0, 3, 3, 3, 4, 5], [1, 1, 2, 5, 5, 5]]},
         )
         for window in (None, 2)
+    ),
+    make_example(
+        "put_tokens",
+        {"h": ("B", "T", 7), "x": (1, 4, 7), "places": (1, 4)},
+        _put,
+        {"drops": True},
+        integers={"places": ROWS * TOKENS},
+        fixed_values={"places": [[-1, 0, 2, -1]]},
     ),
     make_example(
         "put_tokens",
@@ -149,6 +208,15 @@ CASES = [
         frozenset(("table",)),
         integers={"grid": 9},
         fixed_values={"grid": _PATCHES},
+    ),
+    make_example(
+        "image_positions",
+        {"x": ("B", "T", 4, 6), "grid": ("B", "T", 4), "table": (10, 6), "start": (6,)},
+        _square_positions(3, 2),
+        {"rows": 3, "columns": 3, "merge": 2},
+        frozenset(("table", "start")),
+        integers={"grid": 9},
+        fixed_values={"grid": _GRID},
     ),
     make_example("fourier_features", {"time": ("B", "T")}, _features(3), {"frequencies": 3}),
     make_example(

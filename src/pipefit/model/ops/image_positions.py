@@ -7,18 +7,22 @@ interpolated: bicubic with a = -0.75, edges repeated, corners not aligned, no an
 equation 4). Row -1 marks the start token of an image (ViT's class token): its value is `start` plus the first row of
 the table, and x is ignored.
 
+If a token stands for a square of `merge` x `merge` patches, x is (B, T, merge^2, D), row by row, and `grid` counts the
+squares. All patches of a start token get its value.
+
 Saves nothing: the sixteen table entries that a patch reads follow from its grid.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 
 def _forward_extra(call: OperatorCall) -> int:
     """The sum of the entries in the wide dtype, and one entry per token."""
-    tokens = call.outputs[0][0] * call.outputs[0][1]
-    return tokens * call.outputs[0][2] * (call.wide_bytes + call.compute_bytes)
+    return prod(call.outputs[0]) * (call.wide_bytes + call.compute_bytes)
 
 
 OPERATORS = (
@@ -26,7 +30,11 @@ OPERATORS = (
         kind="image_positions",
         summary="x plus a learned table of positions, interpolated (bicubic) to the size of each image.",
         inputs=("x", "grid", "table", "start?"),
-        attributes={"rows": "rows of patches in the table", "columns": "columns of patches in the table"},
+        attributes={
+            "rows": "rows of patches in the table",
+            "columns": "columns of patches in the table",
+            "merge": "absent, or the side in patches of the square that a token stands for",
+        },
         shapes=same_shape,
         forward_extra=_forward_extra,
         backward_extra=_forward_extra,

@@ -1,4 +1,4 @@
-"""image_positions(x, grid, table, start|'') {rows, columns}: x plus positions, interpolated to the size of each image.
+"""image_positions(x, grid, table, start|'') {rows, columns, merge}: x plus positions, interpolated to images.
 
 x (B, T, D), grid int64 (B, T, 4): row, column, rows, columns of the patches; table (N, D), where N is rows x columns,
 plus one leading row for start tokens; start (D,). The table entries of a patch and their weights are computed from its
@@ -22,10 +22,12 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 class _ImagePositions(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, grid: torch.Tensor, table: Any, start: Any, rows: int, columns: int
+        ctx: Any, x: torch.Tensor, grid: torch.Tensor, table: Any, start: Any, sizes: tuple[int, int], merge: int
     ) -> torch.Tensor:
+        """`sizes`: rows and columns of the table. With `merge` above 1, x is (B, T merge^2, D)."""
         ctx.save_for_backward(grid)
-        ctx.sizes, ctx.shape, ctx.has_start = (rows, columns), table.shape, start is not None
+        ctx.sizes, ctx.shape, ctx.has_start, ctx.merge = sizes, table.shape, start is not None, merge
+        grid, (rows, columns) = patch_grid(grid, merge), sizes
         wide = statistics_dtype(x.dtype)
         total = torch.zeros((grid[..., 0].numel(), x.shape[-1]), dtype=wide, device=x.device)
         for entry, weight in table_entries(grid, rows, columns, start is not None, wide):
@@ -38,7 +40,7 @@ class _ImagePositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        (grid,) = ctx.saved_tensors
+        grid = patch_grid(*ctx.saved_tensors, ctx.merge)
         wide = statistics_dtype(dy.dtype)
         of_start = (grid[..., :1] < 0) if ctx.has_start else None
         dx = dy if of_start is None else dy.masked_fill(of_start, 0)
@@ -74,8 +76,28 @@ def table_entries(
 
 def build_image_positions(operator: Operator, context: OperatorContext) -> OperatorStep:
     rows, columns = int(operator.attributes["rows"]), int(operator.attributes["columns"])
+    merge = int(operator.attributes.get("merge", 1))
     apply = _ImagePositions.apply
-    return OperatorStep(lambda x, grid, table, start=None: apply(x, grid, table, start, rows, columns))
+
+    def add_to_squares(x: torch.Tensor, grid: torch.Tensor, table: Any, start: Any = None) -> Any:
+        return apply(x.flatten(1, 2), grid, table, start, (rows, columns), merge).view_as(x)
+
+    if merge > 1:
+        return OperatorStep(add_to_squares)
+    return OperatorStep(lambda x, grid, table, start=None: apply(x, grid, table, start, (rows, columns), 1))
+
+
+def patch_grid(grid: torch.Tensor, merge: int) -> torch.Tensor:
+    """Return the grid (B, T merge^2, 4) of patches from the grid (B, T, 4) of squares of merge x merge patches. Start
+    tokens keep row -1."""
+    if merge == 1:
+        return grid
+    step = torch.arange(merge * merge, device=grid.device)
+    row, column, rows, columns = (size.unsqueeze(-1) for size in grid.unbind(-1))
+    in_rows = torch.where(row < 0, -1, row * merge + step // merge)
+    in_columns = column * merge + step % merge
+    sizes = [(size * merge).expand_as(in_rows) for size in (rows, columns)]
+    return torch.stack((in_rows, in_columns, *sizes), dim=-1).flatten(1, 2)
 
 
 BUILDERS = {"image_positions": build_image_positions}

@@ -1,10 +1,11 @@
-"""packed_attention(q, k, v, documents) {scale, cut}: scaled dot products within the images of a packed row.
+"""packed_attention(q, k, v, documents) {scale, cut, unused}: scaled dot products within the images of a packed row.
 
-q, k, v (B, T, H, K), documents int64 (B, T): the position in its row where a token's image starts; result (B, T, H, K).
-Every image (or run of images of equal length) is one call of the kernels in `attention_kernels`, forward and backward,
-on views of its tokens. The work is the sum of the squared lengths, without padding or masks. Image boundaries are read
-from `documents` once per microbatch and shared by the layers of the stage. On a device other than the CPU this waits
-for the device, unless the inputs provide them (`StageInputs.image_lengths`).
+q, k, v (B, T, H, K), or (B, T, M, H, K) if a token stands for M patches, all of which attend. documents int64 (B, T):
+the position in its row where a token's image starts. The result has the shape of q. First and last patches of an image
+may be unused. Every image (or run of images of equal length) is one call of the kernels in `attention_kernels`, forward
+and backward, on views of its tokens. The work is the sum of the squared lengths, without padding or masks. Image
+boundaries are read from `documents` once per microbatch and shared by the layers of the stage. On a device other than
+the CPU this waits for the device, unless the inputs provide them (`StageInputs.image_lengths`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pipefit.run.ops import OperatorContext, OperatorStep
 
 
 class ImageSpan(NamedTuple):
-    """Consecutive images of equal length: their queries on this device, and all of their keys."""
+    """Consecutive images of equal length: their queries on this device, and all of their keys, without the unused
+    ones."""
 
     row: int
     queries: tuple[int, int]
@@ -30,26 +32,37 @@ class ImageSpan(NamedTuple):
     keys: tuple[int, int]
     count: int = 1
     "Number of images; more than one only if all of their queries are on this device."
+    unused_queries: tuple[int, int] = (0, 0)
+    "First and last of these queries, in each image, that take no part."
+    unused_keys: tuple[int, int] = (0, 0)
 
     def view_queries(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, H, K) -> a view of these queries: images, tokens, H, K."""
-        return x[self.row, slice(*self.queries)].unflatten(0, (self.count, -1))
+        return _used_part(x[self.row, slice(*self.queries)].unflatten(0, (self.count, -1)), self.unused_queries)
 
     def view_keys(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, H, K) -> a view of these keys: images, tokens, H, K."""
-        return x[self.row, slice(*self.keys)].unflatten(0, (self.count, -1))
+        return _used_part(x[self.row, slice(*self.keys)].unflatten(0, (self.count, -1)), self.unused_keys)
 
     def view_sums(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, T) -> a view of the log-sum-exps of these queries: images, H, tokens."""
-        return x[self.row, :, slice(*self.queries)].unflatten(1, (self.count, -1)).transpose(0, 1)
+        sums = x[self.row, :, slice(*self.queries)].unflatten(1, (self.count, -1))
+        return _used_part(sums.movedim(2, 1), self.unused_queries).movedim(1, 2).transpose(0, 1)
+
+
+def _used_part(x: torch.Tensor, unused: tuple[int, int]) -> torch.Tensor:
+    """Return a view without the first and last unused entries of dimension 1."""
+    return x[:, unused[0] : x.shape[1] - unused[1]] if any(unused) else x
 
 
 class _PackedAttention(torch.autograd.Function):
     """Attention within images; saves q, k, v, the result and the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, spans: Sequence[ImageSpan], call: AttentionCall) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, spans: Sequence[ImageSpan], call: AttentionCall, complete: bool
+    ) -> torch.Tensor:
+        out = (torch.empty if complete else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistics_dtype(q.dtype), device=q.device)
         for span in spans:
             result, sums = attend_forward(call, span.view_queries(q), span.view_keys(k), span.view_keys(v))
@@ -71,7 +84,7 @@ class _PackedAttention(torch.autograd.Function):
             ):
                 of(gradient).copy_(part)
         ctx.lse = None
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 def image_runs(record: SavedForward, documents: torch.Tensor) -> list[list[tuple[int, int]]]:
@@ -91,9 +104,11 @@ def image_runs(record: SavedForward, documents: torch.Tensor) -> list[list[tuple
     return runs
 
 
-def find_spans(runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int) -> list[ImageSpan]:
+def find_spans(
+    runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int, unused: tuple[int, int] = (0, 0)
+) -> list[ImageSpan]:
     """Return the spans of the `count` queries from position `first` of every row. Consecutive complete images of equal
-    length form one span."""
+    length form one span. The first `unused[0]` and the last `unused[1]` tokens of an image take no part."""
     spans: list[ImageSpan] = []
     for row, of_row in enumerate(runs):
         for start, stop in of_row:
@@ -109,10 +124,13 @@ def find_spans(runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int
                 and last.keys[1] == start
                 and _has_length(last, stop - start)
             ):
-                new = ImageSpan(row, (last.queries[0], high - first), (last.keys[0], stop), last.count + 1)
-                spans[-1] = new
+                spans[-1] = last._replace(
+                    queries=(last.queries[0], high - first), keys=(last.keys[0], stop), count=last.count + 1
+                )
             else:
-                spans.append(ImageSpan(row, (low - first, high - first), (start, stop)))
+                absent = max(0, start + unused[0] - low), max(0, high - stop + unused[1])
+                if sum(absent) < high - low:
+                    spans.append(ImageSpan(row, (low - first, high - first), (start, stop), 1, absent, unused))
     return spans
 
 
@@ -125,6 +143,8 @@ def _has_length(span: ImageSpan, length: int) -> bool:
 def build_packed_attention(operator: Operator, context: OperatorContext) -> OperatorStep:
     call = AttentionCall(float(operator.attributes["scale"]), causal=False)
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
+    before, after = operator.attributes.get("unused", (0, 0))
+    unused, complete = (int(before), int(after)), not before + after
 
     def first_place(queries: int, tokens: int) -> int:
         if dim != 1 or queries == tokens:
@@ -134,8 +154,14 @@ def build_packed_attention(operator: Operator, context: OperatorContext) -> Oper
     def run_packed_attention(
         record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
     ) -> Any:
-        spans = find_spans(image_runs(record, documents), first_place(q.shape[1], k.shape[1]), q.shape[1])
-        return _PackedAttention.apply(q, k, v, spans, call)
+        start, queries, runs = first_place(q.shape[1], k.shape[1]), q.shape[1], image_runs(record, documents)
+        if q.dim() == 4:
+            return _PackedAttention.apply(q, k, v, find_spans(runs, start, queries, unused), call, complete)
+        patches = q.shape[2]
+        runs = [[(a * patches, b * patches) for a, b in row] for row in runs]
+        spans = find_spans(runs, start * patches, queries * patches, unused)
+        flat = (x.flatten(1, 2) for x in (q, k, v))
+        return _PackedAttention.apply(*flat, spans, call, complete).view_as(q)
 
     return OperatorStep(run_packed_attention, wants_record=True)
 

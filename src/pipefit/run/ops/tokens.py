@@ -1,10 +1,10 @@
-"""put_tokens(h, x, places) and take_tokens(h, places) {cut}: rows of a sequence by their flat index b T + t.
+"""put_tokens(h, x, places) {cut, drops} and take_tokens(h, places) {cut}: rows of a sequence by flat index b T + t.
 
 h (B, T, D), x (1, I, D), places int64 (1, I); results (B, T, D) and (1, L, D). Only the indices are saved.
 
 If a shard program splits the sequence (`cut`), a device has a run of its rows or tokens. Indices on other devices are
-mapped to one spare row after its own: values put there are dropped, values taken are zero. No size depends on the
-indices, so the host never waits for the device.
+mapped to one spare row after its own: values put there are dropped, values taken are zero. So are indices of -1 of
+rows that are left out (`drops`). No size depends on the indices, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def own_places(
     """Return a function (record, h, places) -> (I,): indices into the local rows of h, one past the end if not
     local."""
     if "cut" not in operator.attributes:
-        return lambda record, h, places: places.flatten()
+        drops = operator.attributes.get("drops", False)
+        return lambda record, h, places: _skip_absent(places.flatten(), h) if drops else places.flatten()
     dim, first, _ = operator.attributes["cut"]
 
     def places_here(record: SavedForward, h: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -84,8 +85,14 @@ def own_places(
     return places_here
 
 
+def _skip_absent(places: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """Return places with the spare row in place of -1."""
+    return torch.where(places < 0, h.shape[0] * h.shape[1], places)
+
+
 def build_put(operator: Operator, context: OperatorContext) -> OperatorStep:
-    local_places, spare = own_places(operator, context), "cut" in operator.attributes
+    local_places = own_places(operator, context)
+    spare = "cut" in operator.attributes or operator.attributes.get("drops", False)
     apply = _PutTokens.apply
     return OperatorStep(
         lambda record, h, x, places: apply(h, x, local_places(record, h, places), spare), wants_record=True

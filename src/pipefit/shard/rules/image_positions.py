@@ -7,7 +7,9 @@ from pipefit.shard.rules import OperatorLabels
 
 
 def image_positions(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
-    x = ("d0", "d1", "features")
+    assert inputs[0] is not None
+    patches = (None,) * (len(inputs[0]) - 3)
+    x = ("d0", "d1", *patches, "features")
     start = None if inputs[3] is None else ("features",)
     return OperatorLabels(inputs=(x, ("d0", "d1", None), (None, "features"), start), outputs=(x,), units={})
 

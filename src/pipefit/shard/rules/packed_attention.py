@@ -12,11 +12,12 @@ def packed_attention(
 ) -> OperatorLabels:
     k = inputs[1]
     assert k is not None
-    keys, queries = ("d0", None, "heads", None), ("d0", "d1", "heads", None)
+    heads = ((None,) if len(k) == 5 else ()) + ("heads", None)
+    keys, queries = ("d0", None, *heads), ("d0", "d1", *heads)
     return OperatorLabels(
         inputs=(queries, keys, keys, ("d0", None)),
         outputs=(queries,),
-        units={"heads": int(k[2])},
+        units={"heads": int(k[-2])},
         local=place_of_queries,
     )
 
