@@ -87,12 +87,12 @@ def run_feed(
     Samples in `left_out` are omitted. For a packed space, `some` selects a run of the images, and without `decode` the
     arrays in `DECODED` are omitted.
 
-    `samples`: tokens, labels, positions (B, T); documents (B, T), the start of each token's sample; rows (B,), their
-    positions in the batch; image_places (1, P) and condition_places (1, L), positions b T + t of patches and of
-    latents.
+    `samples`: tokens, labels, positions (B, T); documents (B, T), the start of each token's sample; image_ends (B, T),
+    the last position of each token's run of patches; rows (B,), their positions in the batch; image_places (1, P) and
+    condition_places (1, L), positions b T + t of patches and of latents, -1 for a start token without one.
 
     `patches`: pixels (1, P, channels * patch**2) uint8; documents (1, P), the start of each patch's image in the packed
-    row; grid (1, P, 4): row (-1: a start token), column, rows, columns.
+    row; grid (1, P, 4): row (-1: a start token, -2: an end token), column, rows, columns.
 
     `latents`: noisy and target (1, L, channels * patch**2) float32, time (1, L) float32, documents, grid. With x the
     pixels in [-1, 1], e the noise and t the time: noisy = (1 - t) e + t x and target = x - e (Lipman et al., 2023).
@@ -119,7 +119,7 @@ def feed_bytes(
         tokens = np.array([*chain.from_iterable(rows.images_in(space, step_rows))][slice(*some)], dtype=np.int64)
     if space == SAMPLES:
         places = rows.values_of(rows.counts[PATCHES], step_rows) + rows.values_of(rows.counts[LATENTS], step_rows)
-        return int(8 * (4 * tokens + places + 1).sum())
+        return int(8 * (5 * tokens + places + 1).sum())
     grid_and_documents, time = 8 * 5, 0 if space == PATCHES else 4
     decoded = 0 if not decode else patch_values if space == PATCHES else 8 * patch_values
     return int(tokens.sum()) * (grid_and_documents + time + decoded)
@@ -131,7 +131,7 @@ def _sample_arrays(
     sequence = source.rows.sequence
     shape = (len(rows), sequence)
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
-    documents_BT = np.zeros(shape, dtype=np.int64)
+    documents_BT, ends_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     seen, generated = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for index, row in enumerate(rows.tolist()):
         row_sequence = sequence_of(source.index, source.rows, row, left_out)
@@ -140,7 +140,9 @@ def _sample_arrays(
             row_sequence.labels_T,
             row_sequence.starts_T,
         )
-        seen.append(row_sequence.image_places + index * sequence)
+        ends_BT[index] = row_sequence.image_ends_T
+        in_row = row_sequence.image_places
+        seen.append(np.where(in_row < 0, -1, in_row + index * sequence))
         generated.append(row_sequence.condition_places + index * sequence)
     return ModuleArrays(
         arrays={
@@ -148,6 +150,7 @@ def _sample_arrays(
             "labels": labels_BT,
             "positions": np.tile(np.arange(sequence, dtype=np.int64), (len(rows), 1)),
             "documents": documents_BT,
+            "image_ends": ends_BT,
             "rows": np.arange(first, first + len(rows), dtype=np.int64),
             "image_places": np.concatenate(seen)[None],
             "condition_places": np.concatenate(generated)[None],

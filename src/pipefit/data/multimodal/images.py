@@ -69,6 +69,10 @@ class ImageRule:
     "If above 0, every image is resized to a square of this many pixels a side (encoders of fixed size)."
     start_token: bool = False
     "Whether an extra token without pixels precedes every image (ViT's class token)."
+    drops_start: bool = False
+    "Whether the start token has no place in the sequence of the language model."
+    end_token: bool = False
+    "Whether an extra token without pixels follows every image (LLaVA's newline)."
 
     def __post_init__(self) -> None:
         """Raises DataError for sizes that give no patches."""
@@ -88,7 +92,7 @@ class ImageRule:
     def token_count(self, width: int, height: int) -> int:
         """Return the number of tokens of an image of this size."""
         rows, columns = self.patch_grid(width, height)
-        return rows * columns + self.start_token
+        return rows * columns + self.start_token + self.end_token
 
     def patch_grid(self, width: int, height: int) -> tuple[int, int]:
         """Return (rows, columns) of patches of an image of this size: at least one, at most `max_patches` in all."""
@@ -123,8 +127,8 @@ def _decoded_size(path: Path, check: bool) -> ImageSize:
 def read_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
     """Return (tokens, channels * patch * patch) uint8, row by row; within a patch by channel, then row, then column.
 
-    The start token, if there is one, comes first and is zeros. Raises BrokenImageError if the file is no longer an
-    image or its size differs from `indexed`, and MemoryError.
+    The start and end tokens, if there are any, are zeros. Raises BrokenImageError if the file is no longer an image or
+    its size differs from `indexed`, and MemoryError.
     """
     return _retry_read(lambda: _decode_patches(path, indexed, rule))
 
@@ -148,7 +152,7 @@ def _decode_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[
         pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
     if (seen_bytes := os.path.getsize(path)) != file_bytes:
         raise BrokenImageError(f"another file: {seen_bytes} bytes where {file_bytes} were indexed")
-    return _prepend_start(to_patches(pixels_HWC, rule.patch), rule)
+    return _add_tokens(to_patches(pixels_HWC, rule.patch), rule)
 
 
 def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
@@ -159,11 +163,14 @@ def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
 
 
 def grid_places(width: int, height: int, rule: ImageRule) -> NDArray[np.int64]:
-    """Return (tokens, 4): row, column, rows, columns of every patch; row -1 is the start token."""
+    """Return (tokens, 4): row, column, rows, columns of every patch; row -1 is the start token, row -2 the end
+    token."""
     rows, columns = rule.patch_grid(width, height)
     row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
     if rule.start_token:
         row, column = np.append(-1, row), np.append(0, column)
+    if rule.end_token:
+        row, column = np.append(row, -2), np.append(column, 0)
     return np.stack([row, column, np.full_like(row, rows), np.full_like(row, columns)], axis=1)
 
 
@@ -202,8 +209,9 @@ def _retry_read(read: Callable[[], ReadT]) -> ReadT:
         raise BrokenImageError(_error_reason(error)) from None
 
 
-def _prepend_start(patches: NDArray[np.uint8], rule: ImageRule) -> NDArray[np.uint8]:
-    return np.concatenate([np.zeros_like(patches[:1]), patches]) if rule.start_token else patches
+def _add_tokens(patches: NDArray[np.uint8], rule: ImageRule) -> NDArray[np.uint8]:
+    """Return the patches with zeros for the start and end tokens."""
+    return np.pad(patches, ((int(rule.start_token), int(rule.end_token)), (0, 0)))
 
 
 def _open_image(path: Path) -> Any:

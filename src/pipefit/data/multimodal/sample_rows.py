@@ -121,7 +121,7 @@ def rows_of_index(
 
 
 def lengths_of(index: SampleIndex) -> Ints:
-    """Return (samples,) tokens of every sample, including one token per patch."""
+    """Return (samples,) tokens of every sample in its sequence, including those of images."""
     return _SampleCounts(index).lengths
 
 
@@ -131,7 +131,9 @@ class _SampleCounts:
     def __init__(self, index: SampleIndex) -> None:
         starts = np.asarray(index.sample_parts)
         kinds, _, tokens = np.asarray(index.parts).T
-        self.lengths = _run_sums(tokens, starts)
+        rule = index.image_rule(IMAGE)
+        dropped = int(rule.start_token and rule.drops_start)
+        self.lengths = _run_sums(tokens - dropped * (kinds == IMAGE), starts)
         self.tokens = {kind: _run_sums(np.where(kinds == kind, tokens, 0), starts) for kind in (IMAGE, GENERATE)}
         self.squares = {kind: _run_sums(np.where(kinds == kind, tokens**2, 0), starts) for kind in (IMAGE, GENERATE)}
         self.images_of = {kind: _run_sums((kinds == kind).astype(np.int64), starts) for kind in (IMAGE, GENERATE)}

@@ -6,6 +6,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.cost.types import Ints
 from pipefit.data.feed_arrays import IGNORE
@@ -40,9 +41,11 @@ class RowSequence(NamedTuple):
     starts_T: Ints
     "Start position of each token's sample."
     image_places: Ints
-    "Positions of the input patches, in order."
+    "Positions of the input patches, in order; -1 for a start token without one."
     condition_places: Ints
     "Positions of the generated latent patches, in order."
+    image_ends_T: Ints
+    "The last position that each token sees: the end of its run of input patches, or its own."
 
 
 def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[int] = NO_SAMPLES) -> RowSequence:
@@ -51,14 +54,17 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
     tokens_T, labels_T = np.zeros(sequence, dtype=np.int64), np.full(sequence, IGNORE, dtype=np.int64)
     starts_T = np.zeros(sequence, dtype=np.int64)
     places: dict[int, list[Ints]] = {IMAGE: [np.zeros(0, np.int64)], GENERATE: [np.zeros(0, np.int64)]}
+    dropped = {IMAGE: dropped_tokens(index), GENERATE: 0}
+    image_T = np.zeros(sequence, dtype=np.bool_)
     offset = 0
     for sample in samples_of(rows, row, left_out):
         begin = offset
         for kind, first, count in _sample_parts(index, sample):
-            stop = offset + count
+            stop = offset + count - dropped.get(kind, 0)
             if kind in places:
                 tokens_T[offset:stop] = _placeholder_token(index, kind)
-                places[kind].append(np.arange(offset, stop, dtype=np.int64))
+                places[kind] += [np.full(dropped[kind], -1), np.arange(offset, stop, dtype=np.int64)]
+                image_T[offset:stop] = kind == IMAGE
             else:
                 tokens_T[offset:stop] = index.tokens[first : first + count]
             if kind in (TEXT, END):
@@ -66,9 +72,22 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
                 labels_T[asked - 1 : stop - 1] = tokens_T[asked:stop]
             offset = stop
         starts_T[begin:] = begin
-    return RowSequence(
-        tokens_T, labels_T, starts_T, np.concatenate(places[IMAGE]), np.concatenate(places[GENERATE])
-    )  # fmt: skip
+    image_places, condition_places = (np.concatenate(places[kind]) for kind in (IMAGE, GENERATE))
+    return RowSequence(tokens_T, labels_T, starts_T, image_places, condition_places, run_ends(image_T))
+
+
+def dropped_tokens(index: SampleIndex) -> int:
+    """Return the tokens of an input image that have no place in a sequence."""
+    rule = index.image_rule(IMAGE)
+    return int(rule.start_token and rule.drops_start)
+
+
+def run_ends(inside_T: NDArray[np.bool_]) -> Ints:
+    """Return the last position of the run of true values around each one, and its own position elsewhere."""
+    own_T = np.arange(len(inside_T), dtype=np.int64)
+    last_T = np.where(inside_T & np.append(inside_T[1:], False), len(inside_T), own_T)
+    ends: Ints = np.minimum.accumulate(last_T[::-1])[::-1]
+    return ends
 
 
 def images_of(

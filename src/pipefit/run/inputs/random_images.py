@@ -106,7 +106,7 @@ class RandomImages:
             elif name == "documents" and counts:
                 starts = [sum(counts[:i]) for i, count in enumerate(counts) for _ in range(count)]
                 value = torch.tensor(starts, dtype=torch.int64).view(1, -1)
-            elif name == "positions":
+            elif name in ("positions", "image_ends"):
                 value = torch.arange(job.sequence).expand(len(places), -1).contiguous()
             else:
                 value = self._random_tensor(tensor, sizes, generator)
@@ -118,9 +118,14 @@ class RandomImages:
         return feed
 
     def _leading_places(self, space: str, places: range) -> torch.Tensor:
-        """Return the flat indices of the first tokens of every row, one per image token of its sample."""
+        """Return the flat indices of the first tokens of every row, one per image token of its sample. Those
+        behind the row are -1: start tokens without a place in it."""
         images, tokens = self._images[space], self._plan.job.sequence
-        indices = [row * tokens + i for row, sample in enumerate(places) for i in range(sum(images[sample]))]
+        indices = [
+            row * tokens + i if i < tokens else -1
+            for row, sample in enumerate(places)
+            for i in range(sum(images[sample]))
+        ]
         return torch.tensor(indices, dtype=torch.int64).view(1, -1)
 
     def _random_tensor(self, tensor: TensorSpec, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
