@@ -109,13 +109,19 @@ def all_types() -> list[str]:
     return sorted(library_types("every type"))
 
 
+def is_native(kind: str) -> bool:
+    """Return whether a family reads the type as a language model. Families with images are measured by their tests."""
+    from pipefit.model.families import family_of_type
+
+    family = family_of_type(kind)
+    return family is not None and bool(family.graphs)
+
+
 def run_types(kinds: Sequence[str]) -> Iterator[TypeResult]:
     """Yield the result of each type in order. Two processes train all types."""
     from tests.support.pool import Pool
 
-    from pipefit.model.families import family_of_type
-
-    captured = [kind for kind in kinds if family_of_type(kind) is None]
+    captured = [kind for kind in kinds if not is_native(kind)]
     if captured:
         warm_up(captured[0])
     pool = None
@@ -176,10 +182,9 @@ def _answer_parent(kind: str, writer: int) -> None:
 def measure_here(kind: str) -> tuple[TypeResult, Any]:
     """Return the result of a type, and its training if it is planned."""
     from pipefit.errors import PipefitError
-    from pipefit.model.families import family_of_type
 
     try:
-        if family_of_type(kind) is None:
+        if not is_native(kind):
             return measure_captured(kind)
         from benchmarks.models.native_types import measure_native
 

@@ -27,6 +27,7 @@ class Sample:
     tokens: Tensor
     labels: Tensor
     image_places: Tensor
+    image_ends: Tensor
     condition_places: Tensor
     seen: Sequence[Mapping[str, Tensor]]
     generated: Sequence[Mapping[str, Tensor]]
@@ -55,6 +56,8 @@ def make_sample(
     looked = [_seen(config, size, generator) for size in seen]
     drawn = [_generated(config, size, generator) for size in generated]
     counts = [len(image["grid"]) for image in (*looked, *drawn)]
+    dropped = int(bool(config.vision and config.vision.drops_start))
+    counts = [count - dropped * (number < len(looked)) for number, count in enumerate(counts)]
     spare = length - sum(counts)
     assert spare > len(counts), "no room for text"
     places, at = [], 0
@@ -62,16 +65,21 @@ def make_sample(
         at += 1 + (spare - len(counts)) // (len(counts) + 1) * (number == 0)
         places.append(torch.arange(at, at + count))
         at += count
-    tokens = torch.randint(0, config.language.vocab_size, (length,), generator=generator)
+    tokens = torch.randint(0, config.language.decoder.vocab_size, (length,), generator=generator)
     labels = tokens.roll(-1)
     labels[-1] = -100
     for run in places:
         labels[run] = -100
     empty = torch.zeros(0, dtype=torch.int64)
+    ends = torch.arange(length)
+    for run in places[: len(looked)]:
+        ends[run] = run[-1]
+    absent = torch.full((dropped,), -1)
     return Sample(
         tokens=tokens,
         labels=labels,
-        image_places=torch.cat([empty, *places[: len(looked)]]),
+        image_places=torch.cat([empty, *(part for run in places[: len(looked)] for part in (absent, run))]),
+        image_ends=ends,
         condition_places=torch.cat([empty, *places[len(looked) :]]),
         seen=looked,
         generated=drawn,
@@ -82,10 +90,13 @@ def _seen(config: MultimodalConfig, size: tuple[int, int], generator: torch.Gene
     vision = config.vision
     assert vision is not None
     grid = grid_of(*size)
-    pixels = torch.randint(0, 256, (len(grid), vision.patch_features), generator=generator, dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (len(grid), vision.cell_features), generator=generator, dtype=torch.uint8)
     if vision.start_token:
         grid = torch.cat((torch.tensor([[-1, 0, *size]]), grid))
         pixels = torch.cat((torch.zeros_like(pixels[:1]), pixels))
+    if vision.end_token:
+        grid = torch.cat((grid, torch.tensor([[-2, 0, *size]])))
+        pixels = torch.cat((pixels, torch.zeros_like(pixels[:1])))
     return {"pixels": pixels, "grid": grid}
 
 
@@ -112,13 +123,15 @@ def batch_of(config: MultimodalConfig, samples: Sequence[Sample], dtype: torch.d
         "tokens": torch.stack([sample.tokens for sample in samples]),
         "labels": torch.stack([sample.labels for sample in samples]),
         "positions": torch.arange(length).expand(len(samples), -1).contiguous(),
+        "image_ends": torch.stack([sample.image_ends for sample in samples]),
     }
     for name in ("image_places", "condition_places"):
-        places = [getattr(sample, name) + row * length for row, sample in enumerate(samples)]
+        places = [getattr(sample, name) for sample in samples]
+        places = [torch.where(place < 0, place, place + row * length) for row, place in enumerate(places)]
         language[name] = torch.cat(places).unsqueeze(0)
     batch: dict[str, Mapping[str, Tensor]] = {"language": language}
     if config.vision is not None:
-        features = {"pixels": (config.vision.patch_features,), "grid": (4,)}
+        features = {"pixels": (config.vision.cell_features,), "grid": (4,)}
         batch["vision"] = _packed([image for sample in samples for image in sample.seen], features, dtype)
     if config.generator is not None:
         latent = (config.generator.latent_size,)

@@ -112,7 +112,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     ("images", "options", "what", "seen"),
     [
         ({"patch": 4}, {}, "The patches of the images do not fit the model.", "48 numbers a patch"),
-        ({"start_token": False}, {}, "The index and the model disagree on a start token", "without a start token"),
+        (
+            {"start_token": False},
+            {},
+            "The index and the model disagree on the tokens of images",
+            "without a start token",
+        ),
         ({}, {"image_token": 260}, "The placeholder id of images is outside the model's vocabulary.", "260"),
         ({}, {"generation_token": 999}, "The placeholder id of images is outside the model's vocabulary.", "999"),
     ],

@@ -9,15 +9,14 @@ import pytest
 import torch
 from tests.support.worker_plans import LLAMA
 
-from benchmarks.models.coverage import EXACT, all_types
+from benchmarks.models.coverage import EXACT, all_types, is_native
 from benchmarks.models.native_types import measure_native
 from pipefit.errors import ModelError
-from pipefit.model.families import family_of_type
 from pipefit.model.families.build import build_layers
 from pipefit.model.families.config_fields import ConfigFields
 from pipefit.model.registry import describe_config
 
-NATIVE = [kind for kind in all_types() if family_of_type(kind) is not None]
+NATIVE = [kind for kind in all_types() if is_native(kind)]
 NOT_USED = ("max_position_embeddings", "bos_token_id", "eos_token_id")
 """Fields that no graph depends on."""
 

@@ -16,6 +16,7 @@ from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.errors import DataError
 from pipefit.model.families import FAMILIES
 from pipefit.model.families.multimodal.config import MultimodalConfig
+from pipefit.model.families.multimodal.vision_config import VisionConfig
 from pipefit.model.graph import Layer, Model, TensorSpec
 from pipefit.model.registry import resolve_model, typed_config
 
@@ -83,14 +84,27 @@ def sample_requirements(config: MultimodalConfig) -> SampleRequirements:
         )
     looked = None
     if vision is not None:
-        looked = ImageRule(patch=vision.patch_size, max_patches=vision.grid_side**2, start_token=vision.start_token)
+        looked = image_rule_of(vision, one_size=config.joint_names is not None)
     drawn = pixel_side(generator.latent_size) if generator is not None else 0
     return SampleRequirements(
         images=looked,
         generated=ImageRule(patch=drawn, max_patches=generator.grid_size**2)
         if generator is not None and drawn
         else None,
-        vocabulary=config.language.vocab_size,
+        vocabulary=config.language.decoder.vocab_size,
+    )
+
+
+def image_rule_of(vision: VisionConfig, one_size: bool) -> ImageRule:
+    """Return the conversion of images for an encoder; `one_size`: to the size of its table of positions."""
+    side = vision.grid_side // vision.merge
+    return ImageRule(
+        patch=vision.cell_side,
+        max_patches=side**2,
+        side=side * vision.cell_side if one_size else 0,
+        start_token=vision.start_token,
+        drops_start=vision.start_token and vision.drops_start,
+        end_token=vision.end_token,
     )
 
 
@@ -168,14 +182,15 @@ def check_index(model: Model, index: SampleIndex, rows: SampleRows) -> None:
 
 
 def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows) -> None:
-    """Check start tokens and token ids, which the input widths do not show."""
+    """Check start and end tokens and token ids, which the input widths do not show."""
     rule = index.image_rule(IMAGE)
-    if found.images is not None and rows.counts[PATCHES].any() and rule.start_token != found.images.start_token:
+    wanted = found.images
+    if wanted is not None and rows.counts[PATCHES].any() and _extra_tokens(rule) != _extra_tokens(wanted):
         raise DataError(
-            "The index and the model disagree on a start token of images.",
+            "The index and the model disagree on the tokens of images that are not patches.",
             where=str(index.folder),
-            seen=_start_token(rule.start_token),
-            allowed=_start_token(found.images.start_token),
+            seen=_extra_tokens(rule),
+            allowed=_extra_tokens(wanted),
             next_step="pipefit data SOURCE -o INDEX --model MODEL",
         )
     check_vocabulary(index.summary.vocabulary, found.vocabulary, str(index.folder))
@@ -191,8 +206,12 @@ def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows
             )
 
 
-def _start_token(some: bool) -> str:
-    return "with a start token" if some else "without a start token"
+def _extra_tokens(rule: ImageRule) -> str:
+    """Return the start and the end token of an image in words."""
+    start = "without a start token"
+    if rule.start_token:
+        start = "with a start token" + (" outside of the sequence" if rule.drops_start else "")
+    return f"{start}{', with an end token' if rule.end_token else ''}"
 
 
 def data_inputs(model: Model, layers: Iterable[Layer]) -> dict[str, TensorSpec]:

@@ -9,6 +9,9 @@ from typing import Any, Protocol, get_args
 from pipefit.errors import ModelError
 from pipefit.model.ops.kind import InitialKind
 
+FIXED_VALUES = {"ones": 1.0, "zeros": 0.0}
+"""Kinds of initial values that are one number. The number of `constant` is in the value."""
+
 TUNING_FIELDS = ("adapters", "freeze")
 """Fields of a model's configuration that no family reads: adapters, and frozen parameters (`model/adapters/`)."""
 
@@ -62,6 +65,8 @@ class WeightTensor:
     """For stacked experts (E, 2F, ...): the file alternates the rows of the two halves of the second dimension."""
     rows: RowParts | None = None
     "The rows of the tensor that are this parameter, if the file holds several parameters in one tensor."
+    further_names: tuple[str, ...] = ()
+    "Names that the tensor has in other files of the same model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class InitialValue:
 
     kind: InitialKind
     std: float = 0.0
-    "Standard deviation of the normal or uniform distribution, mean 0."
+    "Standard deviation of the normal or uniform distribution, mean 0; the value of a constant."
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(InitialKind) or self.std < 0:

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipefit.errors import ModelError
 from pipefit.model.families import InitialValue, ModelConfig
+from pipefit.model.families.family import FIXED_VALUES
 
 
 def finish_layers(
@@ -75,4 +76,4 @@ def initialize_parameters(layers: Sequence[nn.Module], rule: Callable[[str], Ini
             if initial.kind == "normal":
                 parameter.normal_(0.0, initial.std)
             else:
-                parameter.fill_(1.0 if initial.kind == "ones" else 0.0)
+                parameter.fill_(FIXED_VALUES.get(initial.kind, initial.std))

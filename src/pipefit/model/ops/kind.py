@@ -14,7 +14,7 @@ from pipefit.model.graph import Operator, Shape
 
 Sizes = tuple[int, ...]
 
-InitialKind = Literal["normal", "uniform", "ones", "zeros"]
+InitialKind = Literal["normal", "uniform", "ones", "zeros", "constant"]
 """How the initial value of a parameter is drawn."""
 
 

@@ -136,7 +136,7 @@ class WeightFiles:
         blocks = self._typed.stored_tensors(name) if self._typed is not None else (WeightTensor(name),)
         if self._typed is None and self._find_spelling(name) is None:
             return expert_tensors(name, shape, lambda stored: self._find_spelling(stored) is not None) or blocks
-        if self._find_spelling(blocks[0].name) is None and self._find_spelling(name) is not None:
+        if self._find_block(blocks[0]) is None and self._find_spelling(name) is not None:
             return (WeightTensor(name),)
         return blocks
 
@@ -146,8 +146,13 @@ class WeightFiles:
         known = (name, plain, *(f"{prefix}.{name}" for prefix in PREFIXES))
         return next((item for item in known if item in self._where), None)
 
+    def _find_block(self, block: WeightTensor) -> str | None:
+        """Return the file's spelling of the first of a tensor's names that it has."""
+        names = (self._find_spelling(name) for name in (block.name, *block.further_names))
+        return next((name for name in names if name is not None), None)
+
     def _read_part(self, block: WeightTensor, name: str, shape: Sequence[int], box: ParameterBox) -> Tensor:
-        spelled = self._find_spelling(block.name)
+        spelled = self._find_block(block)
         if spelled is None:
             near = most_like(block.name, self._where)
             raise ModelError(

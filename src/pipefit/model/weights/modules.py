@@ -1,6 +1,6 @@
 """Initial weights of a multimodal model from the directories of its parts: `vision=DIR,language=DIR`.
 
-A part is a Hugging Face directory: a ViT or SigLIP encoder, or a Llama-family model. Modules without a directory (the
+A part is a Hugging Face directory: an image encoder, or a decoder. Modules without a directory (the
 projector, the generator) get their usual initial values. Torch is imported inside `files.py`.
 """
 
@@ -81,13 +81,13 @@ _EITHER = {"initializer_range", "image_mean", "image_std", "max_position_embeddi
 def _check_same_config(part: str, directory: Path, typed: Any) -> None:
     """Raise ModelError if a directory's config.json describes another module than the model's, FormatError if it is
     damaged."""
-    from pipefit.model.families.llama import config as llama
     from pipefit.model.families.multimodal import vision_config as vision
+    from pipefit.model.families.multimodal.joint_fields import read_language
 
     path = directory / "config.json"
     if not path.is_file():
         return
-    read: Any = vision.read if part == "vision" else llama.read
+    read: Any = vision.read if part == "vision" else read_language
     stored = read(read_json(path), str(path)).to_config()
     wanted = getattr(typed, part).to_config()
     names = [n for n in sorted({*stored, *wanted} - _EITHER) if stored.get(n) != wanted.get(n)]

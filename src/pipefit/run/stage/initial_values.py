@@ -20,6 +20,7 @@ from pipefit.model.adapters.adapt import adapter_initial
 from pipefit.model.adapters.options import read_adapters
 from pipefit.model.adapters.targets import is_adapter
 from pipefit.model.families import FAMILIES, InitialValue
+from pipefit.model.families.family import FIXED_VALUES
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.kind import InitialKind
@@ -117,8 +118,8 @@ def parameter_kinds(model: Model) -> dict[str, InitialKind]:
 def initial_value(name: str, shape: Sequence[int], kind: InitialKind, std: float, seed: int, box: Box) -> Tensor:
     """Return the part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
     sizes = [stop - start for start, stop in box]
-    if kind in ("ones", "zeros"):
-        return torch.full(sizes, 1.0 if kind == "ones" else 0.0)
+    if kind in (*FIXED_VALUES, "constant"):
+        return torch.full(sizes, FIXED_VALUES.get(kind, std))
     if not shape:
         return _draw_values((), kind, std, _block_generator(seed, name, 0))
     inner = math.prod(shape[1:])

@@ -170,7 +170,7 @@ def test_the_generator_is_the_papers_transformer_of_each_image(blocks: int) -> N
     layers = [layer for layer in filled(described) if layer.module_name == "generator"]
     draw, images = torch.Generator().manual_seed(2), []
     for size, time in (((2, 3), 0.15), ((config.generator.grid_size,) * 2, 0.8), ((5, 1), 0.55)):
-        widths = (config.language.hidden_size, config.generator.latent_size, config.generator.latent_size)
+        widths = (config.language.decoder.hidden_size, config.generator.latent_size, config.generator.latent_size)
         numbers = [torch.randn(size[0] * size[1], w, generator=draw, dtype=torch.float64) for w in widths]
         images.append((size, time, numbers[0].requires_grad_(), *numbers[1:]))
     names = {layer.parameter_names[local]: p for layer in layers for local, p in layer.named_parameters()}

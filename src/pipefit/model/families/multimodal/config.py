@@ -6,9 +6,8 @@ Either `vision` or `generator` may be left out. Each part may be frozen; the los
      "generator": {...}, "projector_hidden_act": "gelu", "frozen": ["vision"],
      "loss_weights": {"language": 1.0, "generator": 0.5}}
 
-A LLaVA's config.json (`model_type` llava, with a `vision_config` and a `text_config`) is converted if it fits: the
-encoder's layers up to `vision_feature_layer`, no norm behind them, and one language-model token per token of an image.
-It may contain `frozen` and `loss_weights`.
+The config.json of a vision-language model of `transformers` (with a `vision_config` and a `text_config`) is read by the
+file of its model type in `types/`. It may contain `frozen` and `loss_weights` as well.
 
 Global parameter names begin with the module's: `vision.layers.0.mlp.fc1.weight`, `language.model.layers.0...`.
 """
@@ -16,18 +15,24 @@ Global parameter names begin with the module's: `vision.layers.0.mlp.fc1.weight`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from pipefit.errors import ModelError, UnsupportedModelError
 from pipefit.model.families.config_fields import ConfigFields
 from pipefit.model.families.family import InitialValue, ModelFamily, WeightTensor
-from pipefit.model.families.llama import config as llama
-from pipefit.model.families.llama.config import LlamaConfig
 from pipefit.model.families.multimodal import diffusion_config as diffusion
+from pipefit.model.families.multimodal import types
 from pipefit.model.families.multimodal import vision_config as vision
 from pipefit.model.families.multimodal.diffusion_config import DiffusionConfig
-from pipefit.model.families.multimodal.vision_config import ACTIVATIONS, VisionConfig
+from pipefit.model.families.multimodal.encoder_types import ACTIVATIONS, HUGGING_FACE_ACTIVATION
+from pipefit.model.families.multimodal.joint_fields import JointParts, LanguageConfig, read_language
+from pipefit.model.families.multimodal.joint_names import JointNames
+from pipefit.model.families.multimodal.projector import ProjectorOptions
+from pipefit.model.families.multimodal.vision_config import VisionConfig
 
 FREEZABLE = ("vision", "vision.encoder", "vision.projector", "language", "generator")
 "Allowed entries of `frozen`: modules, and the two parts of the vision module."
@@ -35,24 +40,31 @@ FREEZABLE = ("vision", "vision.encoder", "vision.projector", "language", "genera
 SPACES = {"vision": "patches", "language": "samples", "generator": "latents"}
 "The modules in the order of the chain, and the space of each module's rows."
 
+_OWN_TYPE = "multimodal"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalConfig:
     """The configuration of one multimodal model."""
 
     vision: VisionConfig | None
-    language: LlamaConfig
+    language: LanguageConfig
     generator: DiffusionConfig | None
-    projector_activation: str
-    projector_norm: bool
-    "Whether the encoder's last norm is applied in front of the projector."
+    projector: ProjectorOptions
     frozen: tuple[str, ...]
     loss_weights: Mapping[str, float]
     "Module with a loss -> the factor of its loss (per token, per element)."
+    model_type: str = _OWN_TYPE
+    joint_fields: Mapping[str, Any] = field(default_factory=dict)
+    "Of a model type of `transformers`: the fields of its config.json beside those of its parts."
+    vision_fields: Mapping[str, Any] = field(default_factory=dict)
+    "Of such a model type: further fields of its `vision_config`."
+    joint_names: JointNames | None = None
+    "The names of its tensors in files; None: each module has the names of its own files."
 
     @property
-    def rotary(self) -> dict[str, Any]:
-        """The attributes of the language model's rotary operator."""
+    def rotary(self) -> Any:
+        """The attributes of the language model's rotary operators."""
         return self.language.rotary
 
     def is_frozen(self, name: str) -> bool:
@@ -62,17 +74,24 @@ class MultimodalConfig:
         return module in self.frozen or part in self.frozen
 
     def to_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {"model_type": "multimodal"}
+        ours = {"frozen": list(self.frozen), "loss_weights": dict(self.loss_weights)}
+        if self.joint_names is not None and self.vision is not None:
+            tower = {**self.vision.to_config(), **self.vision_fields}
+            parts = {"vision_config": tower, "text_config": self.language.to_config()}
+            return {"model_type": self.model_type, **self.joint_fields, **parts, **ours}
+        config: dict[str, Any] = {"model_type": _OWN_TYPE}
         if self.vision is not None:
             config |= {"vision": self.vision.to_config()}
-            config |= {"projector_hidden_act": vision.HUGGING_FACE_ACTIVATION[self.projector_activation]}
-            config |= {} if self.projector_norm else {"projector_norm": False}
+            config |= {"projector_hidden_act": HUGGING_FACE_ACTIVATION[self.projector.activation]}
+            config |= {} if self.projector.encoder_norm else {"projector_norm": False}
         config["language"] = self.language.to_config()
         if self.generator is not None:
             config["generator"] = self.generator.to_config()
-        return {**config, "frozen": list(self.frozen), "loss_weights": dict(self.loss_weights)}
+        return {**config, **ours}
 
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
+        if self.joint_names is not None:
+            return self.joint_names.find_tensors(name, self.vision, self.language)
         module, inner = name.split(".", 1)
         if module != "language":
             return (WeightTensor(name),)
@@ -82,6 +101,9 @@ class MultimodalConfig:
 
     def initial(self, name: str) -> InitialValue:
         module, inner = name.split(".", 1)
+        norm = self.projector.norm
+        if norm is not None and norm.offset and name == "vision.projector.merged_norm.weight":
+            return InitialValue("zeros")
         part: Any = getattr(self, module)
         initial: InitialValue = part.initial(inner)
         return initial
@@ -89,8 +111,9 @@ class MultimodalConfig:
 
 def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
     """Return the typed configuration. Raises ModelError naming the part and the field."""
-    if config.get("model_type") == "llava":
-        config = _llava_config(ConfigFields(config, where))
+    model_type = str(config.get("model_type"))
+    if model_type in JOINT_TYPES:
+        return _read_joint(ConfigFields(config, where), model_type)
     fields = ConfigFields(config, where)
     parts = {name: fields.first_value(name) for name in SPACES}
     for name, part in parts.items():
@@ -102,86 +125,50 @@ def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
         ", ".join(name for name, part in parts.items() if part is not None) or "none of them",
         "`language`, and `vision` or `generator` or both",
     )
-    of_language = {"model_type": "llama", **parts["language"]}
-    fields.check_fields(
-        of_language["model_type"] in llama.FAMILY.model_types,
-        "The type of the language model is not known.",
-        repr(of_language["model_type"]),
-        ", ".join(llama.FAMILY.model_types),
-    )
-    frozen = _frozen_modules(fields, [name for name, part in parts.items() if part is not None])
+    language = read_language({"model_type": "llama", **parts["language"]}, f"{where}, language")
     return MultimodalConfig(
         vision=None if parts["vision"] is None else vision.read(parts["vision"], f"{where}, vision"),
-        language=llama.read(of_language, f"{where}, language"),
+        language=language,
         generator=None if parts["generator"] is None else diffusion.read(parts["generator"], f"{where}, generator"),
-        projector_activation=fields.read_choice("projector_hidden_act", default="gelu", allowed=ACTIVATIONS),
-        projector_norm=fields.read_flag("projector_norm", default=True),
-        frozen=frozen,
+        projector=ProjectorOptions(
+            activation=fields.read_choice("projector_hidden_act", default="gelu", allowed=ACTIVATIONS),
+            encoder_norm=fields.read_flag("projector_norm", default=True),
+        ),
+        frozen=_frozen_modules(fields, [name for name, part in parts.items() if part is not None]),
         loss_weights=_loss_weights(fields, parts["generator"] is not None),
     )
 
 
-_LLAMA_DEFAULTS = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-                   "num_attention_heads": 32, "vocab_size": 32000}  # fmt: skip
-"""Defaults of transformers for fields that a `text_config` of type llama leaves out."""
+def _read_joint(fields: ConfigFields, model_type: str) -> MultimodalConfig:
+    """Return the configuration of a model type of `transformers`.
+
+    Raises ModelError: no class of the library can take the place of a model that is refused, because a captured class
+    has no modules.
+    """
+    try:
+        parts = JOINT_TYPES[model_type](fields)
+    except UnsupportedModelError as error:
+        raise ModelError(
+            error.what, where=error.where, seen=error.seen, allowed=error.allowed, next_step=error.next_step
+        ) from None
+    return MultimodalConfig(
+        vision=parts.vision,
+        language=parts.language,
+        generator=None,
+        projector=parts.projector,
+        frozen=_frozen_modules(fields, ["vision", "language"]),
+        loss_weights=_loss_weights(fields, generates=False),
+        model_type=model_type,
+        joint_fields={**parts.fields, **_special_tokens(fields)},
+        vision_fields={**parts.vision_fields, **parts.vision.encoder_type.unused_parts},
+        joint_names=parts.names,
+    )
 
 
-def _llava_config(fields: ConfigFields) -> dict[str, Any]:
-    """Return a LLaVA's configuration with pipefit's field names. Raises ModelError if the model does not fit this
-    family."""
-    tower, text = fields.first_value("vision_config", default={}), fields.first_value("text_config", default={})
-    for name, part in (("vision_config", tower), ("text_config", text)):
-        if not isinstance(part, Mapping):
-            raise fields.wrong_field(name, part, "a configuration: an object")
-    kind = tower.get("model_type", "clip_vision_model")
-    fields.check_fields(
-        kind in vision.MODEL_TYPES,
-        "The type of this LLaVA's image encoder is not known.",
-        f"vision_config, model_type {kind!r}",
-        f"{', '.join(vision.MODEL_TYPES)}; CLIP has a norm in front of its layers, and its start token is dropped",
-    )
-    strategy, layer = (
-        fields.first_value("vision_feature_select_strategy", default="default"),
-        _feature_layer(fields, tower),
-    )
-    fields.check_fields(
-        strategy == "full",
-        "This LLaVA drops the first token of every image.",
-        f"vision_feature_select_strategy {strategy!r}",
-        "'full': every token of the encoder is one of the language model",
-    )
-    fields.check_fields(
-        fields.read_flag("multimodal_projector_bias", default=True),
-        "The projector of this LLaVA has no biases.",
-        "multimodal_projector_bias false",
-        "true",
-    )
-    language = {"model_type": "llama", **text}
-    language = {**(_LLAMA_DEFAULTS if language["model_type"] == "llama" else {}), **language}
-    if fields.read_flag("tie_word_embeddings", default=False):
-        language["tie_word_embeddings"] = True
-    ours = {name: fields.config[name] for name in ("frozen", "loss_weights") if name in fields.config}
-    return {
-        **ours,
-        "model_type": "multimodal",
-        "vision": {**tower, "num_hidden_layers": layer},
-        "language": language,
-        "projector_hidden_act": fields.first_value("projector_hidden_act", default="gelu"),
-        "projector_norm": False,
-    }
-
-
-def _feature_layer(fields: ConfigFields, tower: Mapping[str, Any]) -> int:
-    """The number of encoder layers in front of the projector. In the file -1 is all of them, -2 all but one."""
-    layers = vision.read(tower, f"{fields.where}, vision_config").num_hidden_layers
-    layer = fields.first_value("vision_feature_layer", default=-2)
-    good = isinstance(layer, int) and not isinstance(layer, bool)
-    behind = (layer if layer >= 0 else layers + 1 + layer) if good else 0
-    if not 1 <= behind <= layers:
-        raise fields.wrong_field(
-            "vision_feature_layer", layer, f"one layer: 1 to {layers}, or -1 to -{layers} from behind"
-        )
-    return behind
+def _special_tokens(fields: ConfigFields) -> dict[str, Any]:
+    """Return the fields that training does not read, and generation does. They are written as they were read."""
+    names = (name for name in fields.config if name.endswith(("_token_id", "_token_index")) or name == "architectures")
+    return {name: fields.config[name] for name in names}
 
 
 def _frozen_modules(fields: ConfigFields, modules: list[str]) -> tuple[str, ...]:
@@ -211,9 +198,18 @@ def _loss_weights(fields: ConfigFields, generates: bool) -> dict[str, float]:
     return {name: float(weights.get(name, 1.0)) for name in allowed}
 
 
+def _joint_types() -> dict[str, Callable[[ConfigFields], JointParts]]:
+    """Return model type -> reader, of every file of `types/`."""
+    files = [importlib.import_module(f"{types.__name__}.{info.name}") for info in pkgutil.iter_modules(types.__path__)]
+    return {model_type: file.read_joint for file in files for model_type in file.MODEL_TYPES}
+
+
+JOINT_TYPES: Mapping[str, Callable[[ConfigFields], JointParts]] = _joint_types()
+"""The vision-language model types of `transformers`."""
+
 FAMILY = ModelFamily(
     name="multimodal",
-    model_types=("multimodal", "llava"),
+    model_types=(_OWN_TYPE, *JOINT_TYPES),
     read=read,
     builder="pipefit.model.families.multimodal.layers",
     parts=("vision", "language"),

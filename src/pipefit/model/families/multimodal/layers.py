@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipefit.model.families.common import RMSNorm, TokenLoss, name_layer
+from pipefit.model.families.common import TokenLoss, name_layer
 from pipefit.model.families.decoder import layers as decoder
-from pipefit.model.families.llama.config import LlamaConfig
+from pipefit.model.families.decoder.layers import DecoderEmbed, DecoderHead, scale_tensor
+from pipefit.model.families.decoder.options import DecoderOptions
 from pipefit.model.families.multimodal import diffusion_layers as diffusion
 from pipefit.model.families.multimodal import vision_layers as vision
 from pipefit.model.families.multimodal.config import SPACES, MultimodalConfig
@@ -20,35 +21,34 @@ from pipefit.model.families.multimodal.packed import PutTokens, TakeTokens
 from pipefit.model.graph import TensorSpec as GraphInput
 
 
-class MultimodalEmbed(nn.Module):
+class MultimodalEmbed(DecoderEmbed):
     """x (1,I,D), tokens (B,T) -> (B,T,D): token embeddings, with the image embeddings at their positions."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.x_shape = (1, "I", config.hidden_size)
+    def __init__(self, options: DecoderOptions, drops_start: bool) -> None:
+        super().__init__(options)
+        self.x_shape = (1, "I", options.hidden_size)
         self.data_inputs = (GraphInput(name="image_places", shape=(1, "I"), dtype="int64", role="data"),)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.put = PutTokens()
+        self.put = PutTokens(drops_start)
 
-    def forward(self, x: Tensor, tokens: Tensor, image_places: Tensor) -> Tensor:
-        return self.put(self.embed_tokens(tokens), x, image_places)
+    def forward(self, x: Tensor, tokens: Tensor, image_places: Tensor) -> Tensor:  # type: ignore[override]
+        embedded = self.embedding_norm(scale_tensor(self.embed_tokens(tokens), self.scale))
+        return self.dropout(self.put(embedded, x, image_places))
 
 
-class MultimodalHead(nn.Module):
+class MultimodalHead(DecoderHead):
     """x (B,T,D) -> the conditioning (1,L,D), normalized hidden states at their positions, and the loss, a scalar
     sum."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
+    def __init__(self, options: DecoderOptions) -> None:
+        super().__init__(options)
         self.data_inputs = (GraphInput(name="condition_places", shape=(1, "L"), dtype="int64", role="data"),)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.take = TakeTokens()
         self.loss = TokenLoss()
 
-    def forward(self, x: Tensor, labels: Tensor, condition_places: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor, condition_places: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         normed = self.norm(x)
-        return self.take(normed, condition_places), self.loss(self.lm_head(normed), labels)
+        taken = self.take(normed, condition_places)
+        return taken, self.loss(self.cap_logits(self.lm_head(scale_tensor(normed, self.scale))), labels)
 
 
 def build(config: MultimodalConfig) -> list[nn.Module]:
@@ -75,7 +75,12 @@ def _vision_layers(config: MultimodalConfig) -> list[nn.Module]:
             name_layer(vision.VisionBlock(encoder), f"vision.layers.{i}", f"vision.layers.{i}.")
             for i in range(encoder.num_hidden_layers)
         ),
-        name_layer(vision.VisionProjector(config), "vision.projector", "vision.projector.", norm),
+        name_layer(
+            vision.make_projector(encoder, config.projector, config.language.decoder.hidden_size),
+            "vision.projector",
+            "vision.projector.",
+            norm,
+        ),
     ]
 
 
@@ -84,13 +89,14 @@ def _language_layers(config: MultimodalConfig) -> list[nn.Module]:
     plain = decoder.build(config.language)
     embed, *blocks, head, loss = plain
     if config.vision is not None:
-        placed = MultimodalEmbed(config.language)
+        placed = MultimodalEmbed(config.language.decoder, config.vision.drops_start)
         placed.embed_tokens = embed.embed_tokens  # type: ignore[assignment]
+        placed.embedding_norm = embed.embedding_norm  # type: ignore[assignment]
         embed = name_layer(placed, "embed", "model.")
     if config.generator is None:
         ends = [head, loss]
     else:
-        both = MultimodalHead(config.language)
+        both = MultimodalHead(config.language.decoder)
         both.norm, both.lm_head = head.norm, head.lm_head  # type: ignore[assignment]
         ends = [name_layer(both, "head", "model.", {"lm_head.weight": head.parameter_names["lm_head.weight"]})]  # type: ignore[index]
     layers = [embed, *blocks, *ends]
@@ -107,7 +113,9 @@ def _generator_layers(config: MultimodalConfig) -> list[nn.Module]:
     generator = config.generator
     return [
         name_layer(
-            diffusion.DiffusionEmbed(generator, config.language.hidden_size), "generator.embed", "generator.embed."
+            diffusion.DiffusionEmbed(generator, config.language.decoder.hidden_size),
+            "generator.embed",
+            "generator.embed.",
         ),
         *(
             name_layer(diffusion.DiffusionBlock(generator), f"generator.layers.{i}", f"generator.layers.{i}.")

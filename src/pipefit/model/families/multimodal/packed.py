@@ -7,7 +7,7 @@ features, H heads, K features of a head, I image tokens, L latent tokens.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,49 +17,76 @@ from pipefit.model.families.common import OperatorModule, statistics_dtype
 from pipefit.model.ops.fourier_features import fourier_frequencies
 
 
+class PatchCells(NamedTuple):
+    """Patches of a token, and first and last patches of an image that take no part in attention."""
+
+    patches: int = 1
+    unused: tuple[int, int] = (0, 0)
+
+
+ONE_PATCH = PatchCells()
+"""A token is one patch, and all of them attend."""
+
+
 class PackedAttention(OperatorModule):
-    """softmax(q k^T / sqrt(K)) v over the tokens of the same image, in both directions."""
+    """softmax(q k^T / sqrt(K)) v over the patches of the same image, in both directions.
+
+    A token may stand for several patches: q, k, v (B, T, patches, H, K). `unused` are first and last patches of an
+    image that take no part: those that fill a start token, and an end token.
+    """
 
     kind = "packed_attention"
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, cells: PatchCells = ONE_PATCH) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self.patches, self.unused = scale, cells.patches, cells.unused
 
     def operator_attributes(self) -> dict[str, Any]:
-        return {"scale": self.scale}
+        unused = {"unused": list(self.unused)} if any(self.unused) else {}
+        return {"scale": self.scale, **unused}
 
-    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, documents_BT: Tensor) -> Tensor:
-        out = torch.zeros_like(q_BTHK)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor) -> Tensor:
+        if q.dim() == 5:
+            q, k, v = (t.flatten(1, 2) for t in (q, k, v))
+        out_BTHK = torch.zeros_like(q)
         for row, starts in enumerate(documents_BT.tolist()):
-            for start, stop in pairwise([*sorted({*starts}), len(starts)]):
-                q, k, v = (t[row : row + 1, start:stop].transpose(1, 2) for t in (q_BTHK, k_BTHK, v_BTHK))
-                o = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-                out[row : row + 1, start:stop] = o.transpose(1, 2)
-        return out
+            for first, last in pairwise([*sorted({*starts}), len(starts)]):
+                start, stop = first * self.patches + self.unused[0], last * self.patches - self.unused[1]
+                own_q, own_k, own_v = (t[row : row + 1, start:stop].transpose(1, 2) for t in (q, k, v))
+                o = F.scaled_dot_product_attention(own_q, own_k, own_v, scale=self.scale)
+                out_BTHK[row : row + 1, start:stop] = o.transpose(1, 2)
+        return out_BTHK if self.patches == 1 else out_BTHK.unflatten(1, (-1, self.patches))
 
 
 class ImagePositions(OperatorModule):
     """x plus a learned table of positions, interpolated to the size of each image; start tokens get their own value.
 
-    grid (B, T, 4) int64: row, column, rows, columns; row -1 marks the start token of an image.
+    grid (B, T, 4) int64: row, column, rows, columns; row -1 marks the start token of an image. If a token stands for
+    `merge` x `merge` patches, x is (B, T, merge^2, D) and the grid counts these squares.
     """
 
     kind = "image_positions"
 
-    def __init__(self, side: int, features: int, start: bool) -> None:
+    def __init__(self, side: int, features: int, start: bool, merge: int = 1) -> None:
         super().__init__()
-        self.side = side
+        self.side, self.merge = side, merge
         self.table = nn.Parameter(torch.empty(side * side + int(start), features))
         self.start = nn.Parameter(torch.empty(features)) if start else None
 
     def operator_attributes(self) -> dict[str, Any]:
-        return {"rows": self.side, "columns": self.side}
+        merge = {"merge": self.merge} if self.merge > 1 else {}
+        return {"rows": self.side, "columns": self.side, **merge}
 
     def operator_parameters(self) -> tuple[str, ...]:
         return ("table",) if self.start is None else ("table", "start")
 
-    def forward(self, x_BTD: Tensor, grid_BT4: Tensor) -> Tensor:
+    def forward(self, x: Tensor, grid_BT4: Tensor) -> Tensor:
+        if self.merge > 1:
+            grid_BT4 = patch_grid(grid_BT4, self.merge)
+        y_BTD = self._add_positions(x.flatten(1, -2), grid_BT4)
+        return y_BTD.view_as(x)
+
+    def _add_positions(self, x_BTD: Tensor, grid_BT4: Tensor) -> Tensor:
         grid_N4, positions_ND = grid_BT4.flatten(0, 1), torch.zeros_like(x_BTD.flatten(0, 1))
         for rows, columns in {(r, c) for start, _, r, c in grid_N4.tolist() if start >= 0}:
             same_size = (grid_N4[:, 0] >= 0) & (grid_N4[:, 2] == rows) & (grid_N4[:, 3] == columns)
@@ -82,13 +109,47 @@ class ImagePositions(OperatorModule):
         return sized[0].permute(1, 2, 0).flatten(0, 1)
 
 
+class PatchSum(OperatorModule):
+    """The sum over the patches of a token: (B,T,M,D) -> (B,T,D)."""
+
+    kind = "sum"
+
+    def operator_attributes(self) -> dict[str, Any]:
+        return {"dims": [2], "keepdim": False}
+
+    def forward(self, x_BTMD: Tensor) -> Tensor:
+        return x_BTMD.sum(dim=2)
+
+
+def patch_grid(grid_BT4: Tensor, merge: int) -> Tensor:
+    """Return the grid (B, T merge^2, 4) of patches from the grid of squares of merge x merge patches, row by row within
+    a square. Start tokens keep row -1."""
+    step = torch.arange(merge, device=grid_BT4.device)
+    row_BT, column_BT, rows_BT, columns_BT = grid_BT4.unbind(-1)
+    rows = row_BT[..., None, None] * merge + step[:, None].expand(merge, merge)
+    columns = column_BT[..., None, None] * merge + step.expand(merge, merge)
+    rows = torch.where(row_BT[..., None, None] < 0, -1, rows)
+    sizes = [(size_BT * merge)[..., None, None].expand_as(rows) for size_BT in (rows_BT, columns_BT)]
+    return torch.stack((rows, columns, *sizes), dim=-1).flatten(1, 3)
+
+
 class PutTokens(OperatorModule):
-    """h (B,T,D) with the rows of x (1,I,D) at the positions b T + t (1,I)."""
+    """h (B,T,D) with the rows of x (1,I,D) at the positions b T + t (1,I). With `drops`, rows at -1 are left out."""
 
     kind = "put_tokens"
 
+    def __init__(self, drops: bool = False) -> None:
+        super().__init__()
+        self.drops = drops
+
+    def operator_attributes(self) -> dict[str, Any]:
+        return {"drops": True} if self.drops else {}
+
     def forward(self, h_BTD: Tensor, x_1ID: Tensor, places_1I: Tensor) -> Tensor:
-        return h_BTD.flatten(0, 1).index_copy(0, places_1I.flatten(), x_1ID.flatten(0, 1)).view_as(h_BTD)
+        places_I, x_ID = places_1I.flatten(), x_1ID.flatten(0, 1)
+        if self.drops:
+            places_I, x_ID = places_I[places_I >= 0], x_ID[places_I >= 0]
+        return h_BTD.flatten(0, 1).index_copy(0, places_I, x_ID).view_as(h_BTD)
 
 
 class TakeTokens(OperatorModule):

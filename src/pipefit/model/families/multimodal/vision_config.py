@@ -1,7 +1,6 @@
-"""The image encoder of a multimodal model by configuration: a ViT or SigLIP encoder, with Hugging Face's field names.
+"""The image encoder of a multimodal model by configuration, with Hugging Face's field names.
 
-One set of modules serves both. The model type decides whether an image begins with a start token (ViT's class token),
-the activation of the MLP, and the names of weights in Hugging Face's files.
+One set of modules serves all encoders. The model type decides the parts that one has (`encoder_types.py`).
 """
 
 from __future__ import annotations
@@ -11,45 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipefit.errors import UnsupportedModelError
 from pipefit.model.families.config_fields import ConfigFields
 from pipefit.model.families.family import InitialValue, WeightTensor
-
-ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
-HUGGING_FACE_ACTIVATION = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-MODEL_TYPES = {"vit": "vit", "siglip_vision_model": "siglip_vision_model"}
-
-_VIT = {
-    "embed.patch": "embeddings.patch_embeddings.projection",
-    "embed.positions.table": "embeddings.position_embeddings",
-    "embed.positions.start": "embeddings.cls_token",
-    "norm": "layernorm",
-    "norm1": "layernorm_before",
-    "norm2": "layernorm_after",
-    "attention.q_proj": "attention.attention.query",
-    "attention.k_proj": "attention.attention.key",
-    "attention.v_proj": "attention.attention.value",
-    "attention.o_proj": "attention.output.dense",
-    "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense",
-}
-_SIGLIP = {
-    "embed.patch": "embeddings.patch_embedding",
-    "embed.positions.table": "embeddings.position_embedding.weight",
-    "norm": "post_layernorm",
-    "norm1": "layer_norm1",
-    "norm2": "layer_norm2",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
-    "attention.o_proj": "self_attn.out_proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-_NAMES = {"vit": ("encoder.layer", _VIT), "siglip_vision_model": ("encoder.layers", _SIGLIP)}
-"""Model type -> prefix of the layers in Hugging Face's files, and the names of an encoder's parts by pipefit's
-names."""
-
-_SIGLIP_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+from pipefit.model.families.multimodal.encoder_types import (
+    ACTIVATIONS,
+    ENCODER_TYPES,
+    HUGGING_FACE_ACTIVATION,
+    MODEL_TYPES,
+    EncoderType,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +42,28 @@ class VisionConfig:
     "Mean per channel of pixels from 0 to 1."
     image_std: tuple[float, ...]
     initializer_range: float
+    norm_kind: str = "layer"
+    "Norms of the layers: `layer` or `rms`."
+    qk_norm: bool = False
+    "Whether RMS norms follow the projections to queries and keys."
+    layer_scale: float = 0.0
+    "First value of the vectors that multiply each branch; 0: there are none."
+    merge: int = 1
+    "Side in patches of the square that one token of the language model stands for."
+    drops_start: bool = False
+    "Whether the start token of an image is none of the language model."
+    end_token: bool = False
+    "Whether every image ends with a token that only the language model has: a learned vector (LLaVA's newline)."
+
+    @property
+    def encoder_type(self) -> EncoderType:
+        """The facts of the model type."""
+        return ENCODER_TYPES[self.model_type]
 
     @property
     def start_token(self) -> bool:
         """Whether every image begins with a token that is not a patch."""
-        return self.model_type == "vit"
+        return self.encoder_type.start_token
 
     @property
     def grid_side(self) -> int:
@@ -89,14 +76,35 @@ class VisionConfig:
         return self.grid_side**2 + int(self.start_token)
 
     @property
+    def cell_side(self) -> int:
+        """Side in pixels of the square that one token stands for."""
+        return self.merge * self.patch_size
+
+    @property
+    def cell_patches(self) -> int:
+        """Patches of one token."""
+        return self.merge**2
+
+    @property
     def patch_features(self) -> int:
         """Numbers of one patch: channels x patch x patch, in that order."""
         return self.num_channels * self.patch_size**2
 
+    @property
+    def cell_features(self) -> int:
+        """Numbers of one token: channels x side x side, in that order."""
+        return self.num_channels * self.cell_side**2
+
     def token_count(self, height: int, width: int) -> int:
-        """The number of tokens of an image of `height` x `width` pixels: its full patches and the start token, if any.
-        The language model gets the same number of tokens."""
-        return (height // self.patch_size) * (width // self.patch_size) + int(self.start_token)
+        """The number of tokens of an image of `height` x `width` pixels: its full squares of patches, and the start and
+        end tokens, if any. The language model gets the same number of tokens, or one less (`drops_start`)."""
+        squares = (height // self.cell_side) * (width // self.cell_side)
+        return squares + int(self.start_token) + int(self.end_token)
+
+    @property
+    def unused_patches(self) -> tuple[int, int]:
+        """The first and the last patches of the tokens of an image that take no part in attention."""
+        return self.cell_patches - 1 if self.start_token else 0, self.cell_patches if self.end_token else 0
 
     def to_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -114,74 +122,114 @@ class VisionConfig:
             "image_std": list(self.image_std),
             "initializer_range": self.initializer_range,
         }
-        return {**config, "qkv_bias": self.qkv_bias} if self.model_type == "vit" else config
+        bias = self.encoder_type.qkv_bias[0]
+        if bias:
+            config[bias] = self.qkv_bias
+        if self.layer_scale:
+            config |= {"norm_type": f"{self.norm_kind}_norm", "use_qk_norm": self.qk_norm}
+            config["layer_scale_init_value"] = self.layer_scale
+        return config
 
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
         """The tensors of Hugging Face's files that hold a parameter of the encoder, by its name within the encoder."""
-        layers, names = _NAMES[self.model_type]
+        kind = self.encoder_type
         front, inner = "", name
         if name.startswith("layers."):
             _, number, inner = name.split(".", 2)
-            front = f"{layers}.{number}."
-        if inner in names:  # stored under a separate name: the table of positions, the start token
-            shapes = {"embed.positions.start": (1, 1, self.hidden_size)}
-            if self.model_type == "vit":
+            front = f"{kind.layers}.{number}."
+        if inner in kind.names:  # a parameter without a module of its own: positions, the start token, scales
+            shapes: dict[str, tuple[int, ...]] = {}
+            if kind.table_dims == 3:
                 shapes["embed.positions.table"] = (1, self.position_count, self.hidden_size)
-            return (WeightTensor(names[inner], shape=shapes.get(inner, ())),)
+                shapes["embed.positions.start"] = (1, 1, self.hidden_size)
+            return (WeightTensor(front + kind.names[inner], shape=shapes.get(inner, ())),)
         part, end = inner.rsplit(".", 1)
         kernel = (self.hidden_size, self.num_channels, self.patch_size, self.patch_size)
-        return (WeightTensor(f"{front}{names[part]}.{end}", shape=kernel if inner == "embed.patch.weight" else ()),)
+        stored = f"{front}{kind.names[part]}.{end}"
+        return (WeightTensor(stored, shape=kernel if inner == "embed.patch.weight" else ()),)
 
     def initial(self, name: str) -> InitialValue:
         """The initial value of a parameter of the encoder, by its name within the encoder."""
         if name.endswith(".bias"):
             return InitialValue("zeros")
+        if name.endswith((".scale1", ".scale2")):
+            return InitialValue("constant", self.layer_scale)
         return InitialValue("ones") if "norm" in name else InitialValue("normal", self.initializer_range)
 
 
 def read(config: Mapping[str, Any], where: str) -> VisionConfig:
-    """Return the typed configuration of the config.json of a ViT, a SigLIP or a SigLIP vision model. Raises
+    """Return the typed configuration of the config.json of an encoder, or of a SigLIP with two towers. Raises
     ModelError."""
     if config.get("model_type") == "siglip":  # two towers: take the image encoder
         tower = config.get("vision_config", {})
         if not isinstance(tower, Mapping):
             raise ConfigFields(config, where).wrong_field("vision_config", tower, "a JSON object")
         config = {"model_type": "siglip_vision_model", **tower}
-    if config.get("model_type") == "siglip_vision_model":  # its files omit defaults of transformers
-        config = {**_SIGLIP_DEFAULTS, **config}
-    fields = ConfigFields(config, where)
+    known = ENCODER_TYPES.get(str(config.get("model_type")))
+    fields = ConfigFields({**known.sizes, **config} if known else config, where)
     model_type = fields.read_choice("model_type", default="", allowed=MODEL_TYPES)
-    siglip = model_type == "siglip_vision_model"
+    kind = ENCODER_TYPES[model_type]
     hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
-    image, patch = fields.read_count("image_size", default=224), fields.read_count("patch_size", default=16)
+    image, patch = _read_side(fields, "image_size", 224), _read_side(fields, "patch_size", 16)
     fields.check_fields(
         image >= patch,
         "An image is smaller than a patch.",
         f"image_size {image}, patch_size {patch}",
         "at least one patch",
     )
-    for dropout in ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"):
+    for dropout in (
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "attention_dropout",
+        "projection_dropout",
+    ):
         if fields.read_number(dropout, default=0.0) > 0:
             warnings.warn(f"{where}: {dropout} is ignored: the encoder is computed without dropout", stacklevel=2)
     channels = fields.read_count("num_channels", default=3)
+    bias, bias_default = kind.qkv_bias
     return VisionConfig(
         model_type=model_type,
         hidden_size=hidden,
         intermediate_size=fields.read_count("intermediate_size", default=4 * hidden),
         num_hidden_layers=fields.read_count("num_hidden_layers"),
         num_attention_heads=heads,
-        activation=fields.read_choice(
-            "hidden_act", default="gelu_pytorch_tanh" if siglip else "gelu", allowed=ACTIVATIONS
-        ),
-        layer_norm_eps=fields.read_number("layer_norm_eps", default=1e-6 if siglip else 1e-12),
+        activation=fields.read_choice("hidden_act", default=kind.activation, allowed=ACTIVATIONS),
+        layer_norm_eps=fields.read_number("layer_norm_eps", default=kind.eps),
         image_size=image,
         patch_size=patch,
         num_channels=channels,
-        qkv_bias=siglip or fields.read_flag("qkv_bias", default=True),
+        qkv_bias=fields.read_flag(bias, default=bias_default) if bias else bias_default,
         image_mean=_per_channel(fields, "image_mean", channels),
         image_std=_per_channel(fields, "image_std", channels),
         initializer_range=fields.read_number("initializer_range", default=0.02),
+        **(_scaled_layers(fields) if kind.layer_scale else {}),
     )
+
+
+def _scaled_layers(fields: ConfigFields) -> dict[str, Any]:
+    """Return the options of InternVL's layers. Raises UnsupportedModelError for a mask token or no positions."""
+    for name, allowed in (("use_mask_token", False), ("use_absolute_position_embeddings", True)):
+        value = fields.read_flag(name, default=allowed)
+        if value != allowed:
+            raise fields.wrong_field(name, value, str(allowed).lower(), UnsupportedModelError)
+    norms = {"layer_norm": "layer", "rms_norm": "rms"}
+    scale = fields.read_number("layer_scale_init_value", default=0.1)
+    fields.check_fields(scale > 0, "The layers' scale begins with zero.", "layer_scale_init_value 0", "above zero")
+    return {
+        "norm_kind": fields.read_choice("norm_type", default="layer_norm", allowed=norms),
+        "qk_norm": fields.read_flag("use_qk_norm", default=False),
+        "layer_scale": scale,
+    }
+
+
+def _read_side(fields: ConfigFields, name: str, default: int) -> int:
+    """Return the side of a square, which a configuration may give twice."""
+    value = fields.first_value(name, default=default)
+    if isinstance(value, (list, tuple)):
+        if len(value) != 2 or value[0] != value[1]:
+            raise fields.wrong_field(name, list(value), "one side, or two equal sides")
+        fields = ConfigFields({**fields.config, name: value[0]}, fields.where)
+    return fields.read_count(name, default=default)
 
 
 def _per_channel(fields: ConfigFields, name: str, channels: int) -> tuple[float, ...]:

@@ -1,9 +1,15 @@
-"""The image encoder (ViT, SigLIP) and its projector as plain layers. Images are packed one after the other in a row.
+"""The image encoder and its projector as plain layers. Images are packed one after the other in a row.
 
-Inputs from the step plan: `pixels` uint8 (B,T,C*P*P), the patches of all images (channel, then row, then column of the
-pixels; zeros for a start token); `grid` int64 (B,T,4), see `ImagePositions`; `documents` int64 (B,T), the start in the
-row of a token's image. Pixels are normalised here, on the device. Shape suffixes: B rows (one), T image tokens, D
-features, H heads, K features of a head, C channels, P side of a patch.
+Inputs from the step plan: `pixels` uint8 (B,T,C*S*S), the squares of all images that one token stands for (channel,
+then row, then column of the pixels; zeros for a start token); `grid` int64 (B,T,4), see `ImagePositions`; `documents`
+int64 (B,T), the start in the row of a token's image. Pixels are normalised here, on the device.
+
+A token usually stands for one patch. If the projector merges patches, it stands for a square of M = merge^2, and the
+hidden state between layers is (B,T,M*D), the patches row by row. All M of a start token are copies of it, of which only
+the last takes part in attention. An end token (row -2 of the grid) takes no part at all.
+
+Shape suffixes: B rows (one), T image tokens, M patches of a token, D features, H heads, K features of a head, C
+channels, P side of a patch, S = merge * P.
 """
 
 from __future__ import annotations
@@ -11,11 +17,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipefit.model.families.common import ACTIVATIONS
-from pipefit.model.families.multimodal.config import MultimodalConfig
-from pipefit.model.families.multimodal.packed import ImagePositions, PackedAttention
+from pipefit.model.families.common import ACTIVATIONS, RMSNorm
+from pipefit.model.families.decoder.norms import OffsetRMSNorm
+from pipefit.model.families.decoder.options import NormOptions
+from pipefit.model.families.multimodal.packed import (
+    ONE_PATCH,
+    ImagePositions,
+    PackedAttention,
+    PatchCells,
+    PatchSum,
+)
+from pipefit.model.families.multimodal.projector import ProjectorOptions
 from pipefit.model.families.multimodal.vision_config import VisionConfig
 from pipefit.model.graph import TensorSpec as GraphInput
+
+QK_NORM_EPS = 1e-6
+"""The epsilon of the norms of queries and keys, which the classes of `transformers` fix."""
 
 
 class PixelNormalise(nn.Module):
@@ -24,9 +41,9 @@ class PixelNormalise(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        patch_pixels = config.patch_size**2
-        self.mean = [255 * m for m in config.image_mean for _ in range(patch_pixels)]
-        self.factor = [1 / (255 * s) for s in config.image_std for _ in range(patch_pixels)]
+        square = config.cell_side**2
+        self.mean = [255 * m for m in config.image_mean for _ in range(square)]
+        self.factor = [1 / (255 * s) for s in config.image_std for _ in range(square)]
 
     def forward(self, pixels: Tensor, like: Tensor) -> Tensor:
         x = pixels.to(torch.float64)
@@ -36,40 +53,69 @@ class PixelNormalise(nn.Module):
         return ((x - mean) * factor).to(like.dtype)
 
 
+def make_vision_norm(kind: str, size: int, eps: float) -> nn.Module:
+    """Return a norm of the kind `layer` or `rms`."""
+    return RMSNorm(size, eps) if kind == "rms" else nn.LayerNorm(size, eps)
+
+
+def split_patches(x_BTF: Tensor, patches: int) -> Tensor:
+    """(B,T,M*D) -> (B,T,M,D); x itself if a token is one patch."""
+    return x_BTF if patches == 1 else x_BTF.unflatten(-1, (patches, -1))
+
+
+def join_patches(x: Tensor, patches: int) -> Tensor:
+    """(B,T,M,D) -> (B,T,M*D); x itself if a token is one patch."""
+    return x if patches == 1 else x.flatten(-2)
+
+
 class VisionEmbed(nn.Module):
-    """pixels (B,T,C*P*P) uint8 -> x (B,T,D): patches through a linear layer, plus their positions."""
+    """pixels (B,T,C*S*S) uint8 -> x (B,T,M*D): patches through a linear layer, plus their positions; then a norm, by
+    option."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.data_inputs = (
-            GraphInput(name="pixels", shape=("B", "T", config.patch_features), dtype="uint8", role="data"),
+            GraphInput(name="pixels", shape=("B", "T", config.cell_features), dtype="uint8", role="data"),
             GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data"),
         )
+        kind = config.encoder_type
         self.normalise = PixelNormalise(config)
-        self.patch = nn.Linear(config.patch_features, config.hidden_size)
-        self.positions = ImagePositions(config.grid_side, config.hidden_size, config.start_token)
+        self.patch = nn.Linear(config.patch_features, config.hidden_size, bias=kind.patch_bias)
+        self.positions = ImagePositions(config.grid_side, config.hidden_size, config.start_token, config.merge)
+        features, eps = config.hidden_size, config.layer_norm_eps
+        self.norm = nn.LayerNorm(features, eps) if kind.input_norm else nn.Identity()
+        self.patches = config.cell_patches
+        self.square = (config.num_channels, config.merge, config.patch_size, config.merge, config.patch_size)
 
     def forward(self, pixels: Tensor, grid: Tensor) -> Tensor:
-        return self.positions(self.patch(self.normalise(pixels, self.patch.weight)), grid)
+        x = self._cut_patches(self.normalise(pixels, self.patch.weight))
+        return join_patches(self.norm(self.positions(self.patch(x), grid)), self.patches)
+
+    def _cut_patches(self, x_BTF: Tensor) -> Tensor:
+        """(B,T,C*S*S) -> (B,T,M,C*P*P)."""
+        if self.patches == 1:
+            return x_BTF
+        return x_BTF.unflatten(-1, self.square).permute(0, 1, 3, 5, 2, 4, 6).flatten(4).flatten(2, 3)
 
 
 class VisionAttention(nn.Module):
     """Multi-head attention within each image."""
 
-    def __init__(self, features: int, heads: int, qkv_bias: bool = True) -> None:
+    def __init__(self, features: int, heads: int, qkv_bias: bool = True, cells: PatchCells = ONE_PATCH) -> None:
         super().__init__()
         self.q_proj = nn.Linear(features, features, bias=qkv_bias)
         self.k_proj = nn.Linear(features, features, bias=qkv_bias)
         self.v_proj = nn.Linear(features, features, bias=qkv_bias)
         self.o_proj = nn.Linear(features, features)
-        self.attention = PackedAttention((features // heads) ** -0.5)
+        self.attention = PackedAttention((features // heads) ** -0.5, cells)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
         self.head_dim = features // heads
 
-    def forward(self, x_BTD: Tensor, documents_BT: Tensor) -> Tensor:
-        q_BTHK, k_BTHK, v_BTHK = (
-            layer(x_BTD).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.o_proj(self.attention(q_BTHK, k_BTHK, v_BTHK, documents_BT).flatten(-2))
+    def forward(self, x: Tensor, documents_BT: Tensor) -> Tensor:
+        parts = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, nn.Identity()))
+        heads = (norm(projection(x)).unflatten(-1, (-1, self.head_dim)) for projection, norm in parts)
+        return self.o_proj(self.attention(*heads, documents_BT).flatten(-2))
 
 
 class VisionMLP(nn.Module):
@@ -86,32 +132,80 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); by option a learned vector multiplies each branch."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.attention = VisionAttention(config.hidden_size, config.num_attention_heads, config.qkv_bias)
-        self.norm2 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.mlp = VisionMLP(config.hidden_size, config.intermediate_size, config.activation)
+        features, kind, eps = config.hidden_size, config.norm_kind, config.layer_norm_eps
+        self.norm1 = make_vision_norm(kind, features, eps)
+        cells = PatchCells(config.cell_patches, config.unused_patches)
+        self.attention = VisionAttention(features, config.num_attention_heads, config.qkv_bias, cells)
+        if config.qk_norm:
+            self.attention.q_norm, self.attention.k_norm = (RMSNorm(features, QK_NORM_EPS) for _ in range(2))
+        self.norm2 = make_vision_norm(kind, features, eps)
+        self.mlp = VisionMLP(features, config.intermediate_size, config.activation)
+        scales = (nn.Parameter(torch.empty(features)) if config.layer_scale else None for _ in range(2))
+        self.scale1, self.scale2 = scales
+        self.patches = config.cell_patches
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), documents)
-        return x + self.mlp(self.norm2(x))
+        x = split_patches(x, self.patches)
+        x = x + _scale_branch(self.attention(self.norm1(x), documents), self.scale1)
+        x = x + _scale_branch(self.mlp(self.norm2(x)), self.scale2)
+        return join_patches(x, self.patches)
+
+
+def _scale_branch(branch: Tensor, scale: Tensor | None) -> Tensor:
+    return branch if scale is None else branch * scale
 
 
 class VisionProjector(nn.Module):
-    """The encoder's last norm (absent in LLaVA), then two linear layers per token to the width of the language
-    model."""
+    """x (B,T,M*D) -> (B,T,width of the language model), by the options of the projector."""
 
-    def __init__(self, config: MultimodalConfig) -> None:
+    def __init__(self, vision: VisionConfig, options: ProjectorOptions, width: int) -> None:
         super().__init__()
-        assert config.vision is not None
-        features, width = config.vision.hidden_size, config.language.hidden_size
-        self.norm = nn.LayerNorm(features, config.vision.layer_norm_eps) if config.projector_norm else nn.Identity()
-        self.linear_1 = nn.Linear(features, width)
-        self.linear_2 = nn.Linear(width, width)
-        self.activation = config.projector_activation
+        features, self.patches = vision.hidden_size, vision.cell_patches
+        self.norm = nn.LayerNorm(features, vision.layer_norm_eps) if options.encoder_norm else nn.Identity()
+        self.sum_patches = PatchSum() if options.patches == "mean" else None
+        inner = features * (1 if self.sum_patches is not None else self.patches)
+        self.merged_norm = _make_merged_norm(options.norm, inner)
+        self.linear_1 = nn.Linear(inner, width, bias=options.bias)
+        self.linear_2 = nn.Linear(width, width, bias=options.bias) if options.layers == 2 else None
+        self.activation = options.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_2(ACTIVATIONS[self.activation](self.linear_1(self.norm(x))))
+        return self.project(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the tokens of the language model."""
+        if self.sum_patches is not None:
+            x = self.sum_patches(self.norm(split_patches(x, self.patches))) * (1.0 / self.patches)
+        elif isinstance(self.norm, nn.LayerNorm):
+            x = join_patches(self.norm(split_patches(x, self.patches)), self.patches)
+        x = self.linear_1(self.merged_norm(x))
+        return x if self.linear_2 is None else self.linear_2(ACTIVATIONS[self.activation](x))
+
+
+class NewlineProjector(VisionProjector):
+    """A projector that puts a learned vector in the place of the end token of an image, row -2 of the grid."""
+
+    def __init__(self, vision: VisionConfig, options: ProjectorOptions, width: int) -> None:
+        super().__init__(vision, options, width)
+        self.data_inputs = (GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data"),)
+        self.newline = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
+        is_end_BT1 = torch.relu(-grid[..., :1].to(x.dtype) - 1.0)
+        y_BTD = self.project(x)
+        return y_BTD - y_BTD * is_end_BT1 + self.newline * is_end_BT1
+
+
+def make_projector(vision: VisionConfig, options: ProjectorOptions, width: int) -> nn.Module:
+    """Return the projector of an encoder."""
+    return (NewlineProjector if vision.end_token else VisionProjector)(vision, options, width)
+
+
+def _make_merged_norm(norm: NormOptions | None, size: int) -> nn.Module:
+    if norm is None:
+        return nn.Identity()
+    return OffsetRMSNorm(size, norm.eps, norm.offset) if norm.offset else make_vision_norm(norm.kind, size, norm.eps)

@@ -1,0 +1,162 @@
+"""Fields of vision-language configurations: sizes of published models, defaults, frozen parts, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.vision_language import CLIP, GEMMA3, INTERNVIT, MODELS, SIGLIP, TEXT, VISION
+
+from pipefit.data.multimodal.fits import sample_requirements
+from pipefit.errors import ModelError, UnsupportedModelError
+from pipefit.model.capture.layers import capture_family
+from pipefit.model.registry import build_layers, describe_config, resolve_model, typed_config
+
+PUBLISHED: dict[str, Any] = json.loads(
+    (Path(__file__).parents[3] / "support" / "published_vision_language.json").read_text(encoding="utf-8")
+)
+"""The fields of config.json that shapes depend on, by the id on huggingface.co."""
+
+BEHIND = ("post_layernorm", "encoder.layers.23.")
+"""Parameters of a CLIP behind its features in a LLaVA, which are not part of the model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_the_parameters_of_its_class(name: str) -> None:
+    import transformers
+
+    fields = dict(PUBLISHED[name])
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageTextToText.from_config(config)
+    clip = fields["vision_config"]["model_type"] == "clip_vision_model"
+    named = {id(parameter): (key, parameter.numel()) for key, parameter in theirs.named_parameters()}
+    expected = sum(size for key, size in named.values() if not (clip and any(part in key for part in BEHIND)))
+    described = describe_config(PUBLISHED[name], name, name)
+    ours = {
+        layer.parameter_names[local]: parameter.numel()
+        for layer in build_layers(described.family, described.config)
+        for local, parameter in layer.named_parameters()
+    }
+    # All that is absent here: layer norms behind the last layer of an encoder whose features are taken before it.
+    assert abs(sum(ours.values()) - expected) <= 1e-6 * expected and expected > 7e9
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "gemma3"])
+def test_it_is_captured_as_two_modules(name: str) -> None:
+    described = describe_config(MODELS[name], "m", "config")
+    model = capture_family(described.family, described.config)
+    assert [(module.name, module.space) for module in model.modules] == [
+        ("vision", "patches"),
+        ("language", "samples"),
+    ]
+    kinds = {operator.kind for graph in model.graphs.values() for operator in graph.operators}
+    assert "opaque" not in kinds and {"packed_attention", "put_tokens", "attention"} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "patch"),
+    [("llava", 17, 4), ("llava_onevision", 17, 4), ("internvl", 5, 8), ("gemma3", 4, 8)],
+)
+def test_images_have_the_size_of_the_encoder(name: str, tokens: int, patch: int) -> None:
+    """A start token, an end token, squares of 2 x 2 patches."""
+    typed: Any = typed_config("multimodal", describe_config(MODELS[name], "m", "config").config)
+    rule = sample_requirements(typed).images
+    assert rule is not None and (rule.token_count(1000, 20), rule.patch, rule.side) == (tokens, patch, 16)
+
+
+def test_frozen_parts_and_loss_weights_may_stand_beside_the_words_of_transformers() -> None:
+    ours = {"frozen": ["vision.encoder"], "loss_weights": {"language": 2}}
+    config = describe_config({**MODELS["llava"], **ours}, "m", "config").config
+    assert config["frozen"] == ["vision.encoder"] and config["loss_weights"] == {"language": 2.0}
+    with pytest.raises(ModelError, match="Every module is frozen"):
+        describe_config({**MODELS["llava"], "frozen": ["vision", "language"]}, "m", "config")
+
+
+def test_a_text_config_leaves_out_what_is_as_in_transformers() -> None:
+    for name, text_type, sizes in (
+        ("llava", "llama", [32064, 4096, 11008, 32, 32]),
+        ("llava_onevision", "qwen2", [32064, 4096, 22016, 32, 32]),
+        ("gemma3", "gemma3_text", [32064, 2304, 9216, 26, 8]),
+    ):
+        given = {**MODELS[name], "text_config": {"model_type": text_type, "vocab_size": 32064}}
+        config = describe_config(given, "multimodal", "config").config["text_config"]
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        assert [config[name] for name in names] == sizes
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("llava", {"vision_config": {**VISION, "model_type": "pixtral"}}, "'model_type' of the configuration", "pixtral"),
+    ("llava", {"vision_config": SIGLIP}, "this encoder gives it no start token", "siglip_vision_model"),
+    ("llava", {"vision_feature_select_strategy": "patch"}, "'vision_feature_select_strategy'", "'patch'"),
+    ("llava", {"vision_feature_layer": [-2, -1]}, "'vision_feature_layer' of the configuration", "[-2, -1]"),
+    ("llava", {"vision_feature_layer": 0}, "'vision_feature_layer' of the configuration", "0"),
+    ("llava", {"vision_feature_layer": -4}, "'vision_feature_layer' of the configuration", "-4"),
+    ("llava", {"vision_config": "clip"}, "'vision_config' of the configuration has a wrong value", "'clip'"),
+    ("llava", {"text_config": {**TEXT, "model_type": "bert"}}, "type of the language model is not known", "'bert'"),
+    ("llava", {"text_config": {**TEXT, "model_type": "opt", "ffn_dim": 48}}, "table of positions", "opt"),
+    (
+        "llava",
+        {"text_config": {**TEXT, "model_type": "gpt_neox", "num_key_value_heads": 4}},
+        "no names for the layers",
+        "gpt_neox",
+    ),
+    ("llava", {"projector_hidden_act": "mish"}, "'projector_hidden_act'", "'mish'"),
+    ("internvl", {"downsample_ratio": 0.3}, "'downsample_ratio'", "0.3"),
+    ("internvl", {"downsample_ratio": 0.125}, "'downsample_ratio'", "0.125"),
+    ("internvl", {"vision_feature_select_strategy": "full"}, "cannot join squares of patches", "'full'"),
+    ("internvl", {"vision_config": {**INTERNVIT, "use_mask_token": True}}, "'use_mask_token'", "True"),
+    (
+        "internvl",
+        {"vision_config": {**INTERNVIT, "use_absolute_position_embeddings": False}},
+        "'use_absolute_position_embeddings'",
+        "False",
+    ),
+    ("internvl", {"vision_config": {**INTERNVIT, "image_size": [16, 32]}}, "'image_size'", "[16, 32]"),
+    ("internvl", {"vision_config": {**INTERNVIT, "layer_scale_init_value": 0}}, "scale begins with zero", "0"),
+    (
+        "internvl, norm",
+        {"vision_feature_layer": -2},
+        "takes the features of the last layer",
+        "vision_feature_layer -2, use_mean_pooling false",
+    ),
+    ("gemma3", {"mm_tokens_per_image": 5}, "'mm_tokens_per_image'", "5"),
+    ("gemma3", {"mm_tokens_per_image": 9}, "'mm_tokens_per_image'", "9"),
+    ("gemma3", {"vision_config": CLIP}, "has no start token", "clip_vision_model"),
+    ("gemma3", {"text_config": {**TEXT, "model_type": "llama"}}, "language model of a Gemma 3", "'llama'"),
+    (
+        "gemma3",
+        {"text_config": {**GEMMA3, "use_bidirectional_attention": True}},
+        "'use_bidirectional_attention'",
+        "True",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "what", "seen"), REFUSED)
+def test_a_configuration_that_is_not_read_is_one_clear_error(
+    name: str, changes: dict[str, Any], what: str, seen: str, tmp_path: Path
+) -> None:
+    """And no class of the library takes its place: it would have no modules."""
+    config = {**MODELS[name], **changes}
+    with pytest.raises(ModelError) as error:
+        describe_config(config, "multimodal", "config")
+    assert not isinstance(error.value, UnsupportedModelError)
+    assert what in error.value.what and seen in str(error.value.seen)
+    assert error.value.where and error.value.allowed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_the_vision_language_models_of_qwen_are_refused_with_their_parts(model_type: str) -> None:
+    with pytest.raises(ModelError) as error:
+        describe_config({"model_type": model_type, "vision_config": {}, "text_config": {}}, "m", "config.json")
+    text = error.value.full_text()
+    assert f"'{model_type}', which has" in text and "three rotary positions" in text
+    assert "config.json, model_type" in text and "gemma3, internvl, llava, llava_onevision" in text
