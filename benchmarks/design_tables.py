@@ -7,8 +7,10 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.harness import format_table, load_result, markdown_table
+from benchmarks.models.published import layout_text, model_utilization
 from benchmarks.models.weight_files import EQUAL
 from benchmarks.schedules.table import tables as schedule_tables
+from pipefit.units import format_seconds
 
 NUMBERS = "---:"
 """The rule below columns of numbers."""
@@ -273,8 +275,31 @@ MOST_NAMED = 30
 """Types of a result that the table names; the result file has all."""
 
 
+def published_models_table() -> str:
+    """Return the published models that were planned: their size, the times of opening and their plan."""
+    rows = [
+        (
+            f"{name.partition('/')[2]} ({row['read']})",
+            f"{row['parameters'] / 1e9:.1f}B",
+            f"{row['open_cpu_s']:.1f} s",
+            f"{row['cached_cpu_s']:.1f} s",
+            f"{row['search_cpu_s']:.0f} s",
+            f"{row['devices']}",
+            f"{layout_text(row['decisions'])}",
+            format_seconds(row["step_s"]),
+            f"{model_utilization(row):.0%}",
+            f"{row['peak_bytes'] / 2**30:.1f} GiB",
+        )
+        for name, row in load_result("published_models")["models"].items()
+        if "step_s" in row
+    ]
+    head = "model | parameters | opened | from the cache | searched | H100 | layout | step | MFU | fullest device"
+    return format_table(head, rows, NUMBERS)
+
+
 DESIGN_TABLES: dict[str, Callable[[], str]] = {
     "model-coverage": coverage_table,
+    "published-models": published_models_table,
     "memory-estimates": memory_estimates_table,
     "placement": placement_table,
     "link-accuracy": link_accuracy_table,

@@ -45,6 +45,9 @@ TOLERANCE = 1e-3
 CAPTURE_LIMIT_S, SEARCH_LIMIT_S = 20.0, 5.0
 """Processor seconds of a capture, and of a search on 64 devices."""
 
+H100_FLOPS = 989e12
+"""Peak of an H100 SXM in bfloat16, from its data sheet."""
+
 CLUSTERS = ("8x8xH100:3200Gbit/s", "64x8xH100:3200Gbit/s")
 BATCH, SEQUENCE = 256, 4096
 QUICK = ("google/gemma-2b", "Qwen/Qwen3-Next-80B-A3B-Instruct")
@@ -180,16 +183,20 @@ def row_cells(row: dict[str, Any]) -> list[str]:
         return [*cells, "-", "-", "-", "-", "-", "  not planned"]
     if "step_s" not in row:
         return [*cells, "-", f"{row['search_cpu_s']:.1f} s", "-", "-", "-", "  does not fit"]
-    peak_flops = 989e12 * row["devices"]
     return [
         *cells,
         str(row["devices"]),
         f"{row['search_cpu_s']:.1f} s",
         format_seconds(row["step_s"]),
-        f"{row['flops_per_step'] / row['step_s'] / peak_flops:.0%}",
+        f"{model_utilization(row):.0%}",
         f"{row['peak_bytes'] / 2**30:.1f} GiB",
         f"  {layout_text(row['decisions'])}",
     ]
+
+
+def model_utilization(row: dict[str, Any]) -> float:
+    """Return the FLOPs of the model a second, relative to the peak of the devices (MFU)."""
+    return float(row["flops_per_step"] / row["step_s"] / (H100_FLOPS * row["devices"]))
 
 
 def layout_text(decisions: dict[str, str]) -> str:
