@@ -103,7 +103,7 @@ def image_rule_of(vision: VisionConfig, one_size: bool) -> ImageRule:
         max_patches=side**2,
         side=side * vision.cell_side if one_size else 0,
         start_token=vision.start_token,
-        drops_start=vision.start_token and vision.drops_start,
+        drops_start=vision.drops_start,
         end_token=vision.end_token,
     )
 

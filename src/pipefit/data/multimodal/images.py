@@ -89,6 +89,11 @@ class ImageRule:
         """Values of one patch, channels included."""
         return CHANNELS * self.patch**2
 
+    @property
+    def dropped_tokens(self) -> int:
+        """The number of an image's tokens without a place in the sequence of the language model."""
+        return int(self.start_token and self.drops_start)
+
     def token_count(self, width: int, height: int) -> int:
         """Return the number of tokens of an image of this size."""
         rows, columns = self.patch_grid(width, height)

@@ -131,8 +131,7 @@ class _SampleCounts:
     def __init__(self, index: SampleIndex) -> None:
         starts = np.asarray(index.sample_parts)
         kinds, _, tokens = np.asarray(index.parts).T
-        rule = index.image_rule(IMAGE)
-        dropped = int(rule.start_token and rule.drops_start)
+        dropped = index.image_rule(IMAGE).dropped_tokens
         self.lengths = _run_sums(tokens - dropped * (kinds == IMAGE), starts)
         self.tokens = {kind: _run_sums(np.where(kinds == kind, tokens, 0), starts) for kind in (IMAGE, GENERATE)}
         self.squares = {kind: _run_sums(np.where(kinds == kind, tokens**2, 0), starts) for kind in (IMAGE, GENERATE)}

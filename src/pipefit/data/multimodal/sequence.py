@@ -54,7 +54,7 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
     tokens_T, labels_T = np.zeros(sequence, dtype=np.int64), np.full(sequence, IGNORE, dtype=np.int64)
     starts_T = np.zeros(sequence, dtype=np.int64)
     places: dict[int, list[Ints]] = {IMAGE: [np.zeros(0, np.int64)], GENERATE: [np.zeros(0, np.int64)]}
-    dropped = {IMAGE: dropped_tokens(index), GENERATE: 0}
+    dropped = {IMAGE: index.image_rule(IMAGE).dropped_tokens, GENERATE: 0}
     image_T = np.zeros(sequence, dtype=np.bool_)
     offset = 0
     for sample in samples_of(rows, row, left_out):
@@ -74,12 +74,6 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
         starts_T[begin:] = begin
     image_places, condition_places = (np.concatenate(places[kind]) for kind in (IMAGE, GENERATE))
     return RowSequence(tokens_T, labels_T, starts_T, image_places, condition_places, run_ends(image_T))
-
-
-def dropped_tokens(index: SampleIndex) -> int:
-    """Return the tokens of an input image that have no place in a sequence."""
-    rule = index.image_rule(IMAGE)
-    return int(rule.start_token and rule.drops_start)
 
 
 def run_ends(inside_T: NDArray[np.bool_]) -> Ints:
