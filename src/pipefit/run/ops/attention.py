@@ -20,7 +20,6 @@ query sees keys of later slices, so the planner does not cut such sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,13 +72,15 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
     softcap = operator.attributes.get("softcap")
     sees = AttentionSpec(scale, window, context.shard, None if first < 0 else first, softcap)
     causal = bool(operator.attributes.get("causal", True))
-    needs_own_kernel = softcap is not None or (split and causal)
+    ahead = bool(operator.attributes.get("ahead"))
+    needs_own_kernel = softcap is not None or (split and causal) or ahead
     cache_key = (context.layer, context.operator)
 
     def run_attention(
-        record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fourth: torch.Tensor | None = None
     ) -> Any:
-        past = KeyValueCache()
+        sinks, ends = (None, fourth) if ahead else (fourth, None)
+        past, seen = KeyValueCache(), sees._replace(ends=ends)
         if not q.shape[1] and record.past is None:  # keys still have zero gradients: other devices wait for them
             rest = k.sum() + v.sum() if sinks is None else k.sum() + v.sum() + sinks.sum()
             return q[..., : v.shape[3]] + 0.0 * rest
@@ -96,27 +97,10 @@ def build_attention(operator: Operator, context: OperatorContext) -> OperatorSte
         assert causal, "only causal attention can be cut, masked or capped, or have sinks or short values"
         past.put_keys(record.slice, k, v)
         if torch.is_grad_enabled():
-            return _AttentionFunction.apply(q, k, v, sinks, (past, record), sees)
-        return forward_over(past, record, q, sees, sinks)[0]
+            return _AttentionFunction.apply(q, k, v, sinks, (past, record), seen)
+        return forward_over(past, record, q, seen, sinks)[0]
 
-    if operator.attributes.get("ahead"):
-        return OperatorStep(attend_ahead(sees, cache_key), wants_record=True)
     return OperatorStep(run_attention, wants_record=True)
-
-
-def attend_ahead(sees: AttentionSpec, cache_key: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the function of an attention whose queries see keys behind them, as its fourth input says."""
-
-    def run_ahead(record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> Any:
-        past, seen = KeyValueCache(), sees._replace(ends=ends)
-        if record.past is not None:
-            past = record.past.setdefault(cache_key, past)
-        past.put_keys(record.slice, k, v)
-        if torch.is_grad_enabled():
-            return _AttentionFunction.apply(q, k, v, None, (past, record), seen)
-        return forward_over(past, record, q, seen)[0]
-
-    return run_ahead
 
 
 def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
