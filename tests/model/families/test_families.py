@@ -10,6 +10,8 @@ import torch
 from tests.support.library_parity import check_boxes, library_model, same_outputs
 from tests.support.variants import VARIANTS
 
+from pipefit.model.families import InitialValue
+from pipefit.model.families.finish import initialize_parameters
 from pipefit.model.registry import build_layers, describe_config
 from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
 
@@ -99,3 +101,12 @@ def test_files_with_fused_experts_are_read(tmp_path: Path) -> None:
         for key in tensors:
             if "experts" in key:
                 assert torch.equal(files.read(key, tensors[key].shape), tensors[key])
+
+
+def test_initial_values_are_fixed_or_drawn_by_their_kind() -> None:
+    layer = torch.nn.Linear(200, 100)
+    layer.parameter_names = {"weight": "w", "bias": "b"}
+    kinds = {"w": InitialValue("uniform", 0.5), "b": InitialValue("constant", number=0.1)}
+    initialize_parameters([layer], kinds.__getitem__)
+    assert torch.equal(layer.bias, torch.full((100,), 0.1))
+    assert float(layer.weight.std()) == pytest.approx(0.5, rel=0.02) and float(layer.weight.abs().max()) < 0.87

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pipefit.errors import PlanError, RunError
 from pipefit.layout import Mesh, MeshAxis, held_box, parse_form
+from pipefit.model.families import InitialValue
 from pipefit.optimizers import FlatPiece, OptimizerState, find_optimizer
 from pipefit.run.session.metrics import MeasuredStep, PeakFlops, RunLog, StepWork, find_peak, format_step, step_metrics
 from pipefit.run.stage.initial_values import initial_value
@@ -243,6 +244,9 @@ def test_clipping_is_pytorchs(scale):
     assert torch.allclose(pieces[0] * clip_factor(norm, 1.0), parameters[0].grad, rtol=1e-12, atol=0)
 
 
+NORMAL = InitialValue("normal", 0.02)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_first_values_do_not_depend_on_the_box(data):
@@ -250,20 +254,22 @@ def test_first_values_do_not_depend_on_the_box(data):
     shape = (3000, 700)
     whole = _WHOLE
     box = tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
-    part = initial_value("name", shape, "normal", 0.02, 7, box)
+    part = initial_value("name", shape, NORMAL, 7, box)
     assert torch.equal(part, whole[box[0][0] : box[0][1], box[1][0] : box[1][1]])
 
 
-_WHOLE = initial_value("name", (3000, 700), "normal", 0.02, 7, ((0, 3000), (0, 700)))
+_WHOLE = initial_value("name", (3000, 700), NORMAL, 7, ((0, 3000), (0, 700)))
 
 
 def test_first_values_differ_by_name_and_seed_and_have_their_deviation():
     box = ((0, 300), (0, 70))
-    other = initial_value("other", (300, 70), "normal", 0.02, 7, box)
-    assert not torch.equal(initial_value("name", (300, 70), "normal", 0.02, 7, box), other)
-    assert not torch.equal(initial_value("other", (300, 70), "normal", 0.02, 8, box), other)
+    other = initial_value("other", (300, 70), NORMAL, 7, box)
+    assert not torch.equal(initial_value("name", (300, 70), NORMAL, 7, box), other)
+    assert not torch.equal(initial_value("other", (300, 70), NORMAL, 8, box), other)
     assert float(_WHOLE.std()) == pytest.approx(0.02, rel=0.01) and abs(float(_WHOLE.mean())) < 1e-4
-    assert torch.equal(initial_value("n", (5,), "ones", 0.02, 7, ((1, 4),)), torch.ones(3))
+    assert torch.equal(initial_value("n", (5,), InitialValue("ones"), 7, ((1, 4),)), torch.ones(3))
+    scale = InitialValue("constant", number=0.5)
+    assert torch.equal(initial_value("n", (5,), scale, 7, ((1, 4),)), torch.full((3,), 0.5))
 
 
 def test_metrics_say_what_torchtitan_says(tmp_path):

@@ -9,9 +9,6 @@ from typing import Any, Protocol, get_args
 from pipefit.errors import ModelError
 from pipefit.model.ops.kind import InitialKind
 
-FIXED_VALUES = {"ones": 1.0, "zeros": 0.0}
-"""Kinds of initial values that are one number. The number of `constant` is in the value."""
-
 TUNING_FIELDS = ("adapters", "freeze")
 """Fields of a model's configuration that no family reads: adapters, and frozen parameters (`model/adapters/`)."""
 
@@ -75,7 +72,9 @@ class InitialValue:
 
     kind: InitialKind
     std: float = 0.0
-    "Standard deviation of the normal or uniform distribution, mean 0; the value of a constant."
+    "Standard deviation of the normal or uniform distribution, mean 0."
+    number: float = 0.0
+    "The number of the kind `constant`."
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(InitialKind) or self.std < 0:
@@ -85,6 +84,11 @@ class InitialValue:
                 seen=f"{self.kind!r}, standard deviation {self.std}",
                 allowed=f"{', '.join(get_args(InitialKind))}; a standard deviation of 0 or more",
             )
+
+    @property
+    def fixed_number(self) -> float | None:
+        """The number that all elements have; None if they are drawn."""
+        return {"ones": 1.0, "zeros": 0.0, "constant": self.number}.get(self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 
 from pipefit.errors import ModelError
 from pipefit.model.families import InitialValue, ModelConfig
-from pipefit.model.families.family import FIXED_VALUES
 
 
 def finish_layers(
@@ -73,7 +73,10 @@ def initialize_parameters(layers: Sequence[nn.Module], rule: Callable[[str], Ini
                 continue
             seen.add(name)
             initial = rule(name)
-            if initial.kind == "normal":
+            if initial.fixed_number is not None:
+                parameter.fill_(initial.fixed_number)
+            elif initial.kind == "normal":
                 parameter.normal_(0.0, initial.std)
             else:
-                parameter.fill_(FIXED_VALUES.get(initial.kind, initial.std))
+                bound = math.sqrt(3.0) * initial.std
+                parameter.uniform_(-bound, bound)

@@ -20,7 +20,6 @@ from pipefit.model.adapters.adapt import adapter_initial
 from pipefit.model.adapters.options import read_adapters
 from pipefit.model.adapters.targets import is_adapter
 from pipefit.model.families import FAMILIES, InitialValue
-from pipefit.model.families.family import FIXED_VALUES
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.kind import InitialKind
@@ -45,7 +44,7 @@ def initial_values(plan: Plan, model: Model) -> ParameterValue:
     def value_of(name: str, shape: Sequence[int], box: Box) -> Tensor:
         if name in user_values:
             return user_values[name][tuple(slice(start, stop) for start, stop in box)]
-        return initial_value(name, shape, initials[name].kind, initials[name].std, plan.job.seed, box)
+        return initial_value(name, shape, initials[name], plan.job.seed, box)
 
     return value_of
 
@@ -115,13 +114,13 @@ def parameter_kinds(model: Model) -> dict[str, InitialKind]:
     return kinds
 
 
-def initial_value(name: str, shape: Sequence[int], kind: InitialKind, std: float, seed: int, box: Box) -> Tensor:
+def initial_value(name: str, shape: Sequence[int], initial: InitialValue, seed: int, box: Box) -> Tensor:
     """Return the part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
     sizes = [stop - start for start, stop in box]
-    if kind in (*FIXED_VALUES, "constant"):
-        return torch.full(sizes, FIXED_VALUES.get(kind, std))
+    if initial.fixed_number is not None:
+        return torch.full(sizes, initial.fixed_number)
     if not shape:
-        return _draw_values((), kind, std, _block_generator(seed, name, 0))
+        return _draw_values((), initial, _block_generator(seed, name, 0))
     inner = math.prod(shape[1:])
     rows = max(1, _BLOCK // max(1, inner))
     result = torch.empty(sizes)
@@ -129,18 +128,18 @@ def initial_value(name: str, shape: Sequence[int], kind: InitialKind, std: float
     columns = tuple(slice(low, high) for low, high in box[1:])
     for block in range(start // rows, -(-stop // rows)):
         first, last = block * rows, min((block + 1) * rows, shape[0])
-        values = _draw_values((last - first, *shape[1:]), kind, std, _block_generator(seed, name, block))
+        values = _draw_values((last - first, *shape[1:]), initial, _block_generator(seed, name, block))
         low, high = max(first, start), min(last, stop)
         result[low - start : high - start] = values[(slice(low - first, high - first), *columns)]
     return result
 
 
-def _draw_values(shape: Sequence[int], kind: InitialKind, std: float, generator: torch.Generator) -> Tensor:
+def _draw_values(shape: Sequence[int], initial: InitialValue, generator: torch.Generator) -> Tensor:
     """Return float32 values of a normal or uniform distribution of mean 0."""
     values = torch.empty(tuple(shape))
-    if kind == "normal":
-        return values.normal_(0.0, std, generator=generator)
-    bound = math.sqrt(3.0) * std
+    if initial.kind == "normal":
+        return values.normal_(0.0, initial.std, generator=generator)
+    bound = math.sqrt(3.0) * initial.std
     return values.uniform_(-bound, bound, generator=generator)
 
 

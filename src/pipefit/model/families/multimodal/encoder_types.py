@@ -16,8 +16,6 @@ ACTIVATIONS = {
 }
 HUGGING_FACE_ACTIVATION = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
-MODEL_TYPES = {name: name for name in ("vit", "siglip_vision_model", "clip_vision_model", "internvl_vision")}
-
 _VIT = {
     "embed.patch": "embeddings.patch_embeddings.projection",
     "embed.positions.table": "embeddings.position_embeddings",

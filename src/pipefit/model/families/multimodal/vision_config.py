@@ -17,7 +17,6 @@ from pipefit.model.families.multimodal.encoder_types import (
     ACTIVATIONS,
     ENCODER_TYPES,
     HUGGING_FACE_ACTIVATION,
-    MODEL_TYPES,
     EncoderType,
 )
 
@@ -153,7 +152,7 @@ class VisionConfig:
         if name.endswith(".bias"):
             return InitialValue("zeros")
         if name.endswith((".scale1", ".scale2")):
-            return InitialValue("constant", self.layer_scale)
+            return InitialValue("constant", number=self.layer_scale)
         return InitialValue("ones") if "norm" in name else InitialValue("normal", self.initializer_range)
 
 
@@ -167,7 +166,7 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
         config = {"model_type": "siglip_vision_model", **tower}
     known = ENCODER_TYPES.get(str(config.get("model_type")))
     fields = ConfigFields({**known.sizes, **config} if known else config, where)
-    model_type = fields.read_choice("model_type", default="", allowed=MODEL_TYPES)
+    model_type = fields.read_choice("model_type", default="", allowed={name: name for name in ENCODER_TYPES})
     kind = ENCODER_TYPES[model_type]
     hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
     image, patch = _read_side(fields, "image_size", 224), _read_side(fields, "patch_size", 16)
