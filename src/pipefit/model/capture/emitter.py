@@ -109,7 +109,7 @@ class GraphEmitter:
         elif numbers.numel() > self.largest:
             raise UnconvertibleError(f"a constant of {numbers.numel()} numbers")
         else:
-            values = pack_numbers(numbers.double().flatten().numpy())
+            values = pack_numbers(numbers.detach().double().flatten().numpy())
         return self.emit("constant", (), shape, dtype, {"values": values, "shape": list(shape), "dtype": dtype})
 
     def shape_of(self, name: str) -> Shape:

@@ -22,11 +22,13 @@ MODEL_TYPES = tuple(MISSING)
 
 def read_joint(fields: ConfigFields) -> NoReturn:
     """Raise ModelError."""
+    from pipefit.model.families.multimodal.config import JOINT_TYPES
+
     model_type = str(fields.config["model_type"])
     raise ModelError(
         "The vision-language models of Qwen are not supported.",
         where=f"{fields.where}, model_type",
         seen=f"{model_type!r}, which has {MISSING[model_type]}",
-        allowed="gemma3, internvl, llava, llava_onevision",
+        allowed=", ".join(sorted({*JOINT_TYPES} - {*MISSING})),
         next_step="plan the text model alone (model_type qwen2 or qwen3), or one of these types",
     )
