@@ -19,6 +19,7 @@ import time
 import warnings
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,12 +27,16 @@ from typing import Any, TypeVar
 
 from benchmarks.harness import Outcome, TextTable, benchmark_parser, earlier_result, keep_others, run_benchmark
 from pipefit.cluster import open_cluster
+from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.topology import device_count
 from pipefit.errors import DoesNotFitError
 from pipefit.model.capture_cache import CACHE_VARIABLE
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model, parameter_count
 from pipefit.plan.make import make_plan
+from pipefit.plan.request.constraints import parse_constraints
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.sizing.sizes import layout_words
 from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
 
@@ -44,9 +49,6 @@ TOLERANCE = 1e-3
 
 CAPTURE_LIMIT_S, SEARCH_LIMIT_S = 20.0, 5.0
 """Processor seconds of a capture, and of a search on 64 devices."""
-
-H100_FLOPS = 989e12
-"""Peak of an H100 SXM in bfloat16, from its data sheet."""
 
 CLUSTERS = ("8x8xH100:3200Gbit/s", "64x8xH100:3200Gbit/s")
 BATCH, SEQUENCE = 256, 4096
@@ -196,14 +198,15 @@ def row_cells(row: dict[str, Any]) -> list[str]:
 
 def model_utilization(row: dict[str, Any]) -> float:
     """Return the FLOPs of the model a second, relative to the peak of the devices (MFU)."""
-    return float(row["flops_per_step"] / row["step_s"] / (H100_FLOPS * row["devices"]))
+    kind, _ = data_sheet_kind("H100")
+    return float(row["flops_per_step"] / row["step_s"] / (kind.peak_flops_per_s["bfloat16"] * row["devices"]))
 
 
 def layout_text(decisions: dict[str, str]) -> str:
-    """Return the degrees of a layout in the field's words."""
-    degrees = {"DP": "replicas", "TP": "shards", "CP": "context", "EP": "experts", "PP": "stages"}
-    parts = [f"{short} {decisions[name]}" for short, name in degrees.items() if decisions.get(name, "1") != "1"]
-    return ", ".join([*parts, decisions.get("schedule", ""), decisions.get("sharded_state", "")])
+    """Return a layout in the words of `pipefit size`, from the decisions of a plan."""
+    fixed = parse_constraints(f"{name}={text}" for name, text in decisions.items() if text)
+    choices = {field.name: getattr(fixed, field.name, None) for field in fields(ParallelConfig)}
+    return layout_words(ParallelConfig(**{name: choice for name, choice in choices.items() if choice is not None}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import load_result
-from benchmarks.models.published import CAPTURE_LIMIT_S, missed_targets, read_models
+from benchmarks.models.published import CAPTURE_LIMIT_S, layout_text, missed_targets, read_models
+from pipefit.plan.request.decisions import ParallelConfig
+from pipefit.plan.sizing.sizes import layout_words
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {"error": 0.0, "tolerance": 1e-3, "open_cpu_s": 5.0, "search_cpu_s": 4.0, "step_s": 1.0}
@@ -32,6 +34,11 @@ def test_a_missed_target_is_named(change: dict[str, float], missed: list[str]) -
 def test_a_model_without_a_plan_misses_it() -> None:
     row = {name: value for name, value in ROW.items() if name != "step_s"}
     assert missed_targets(row) == ["plan"]
+
+
+def test_a_layout_is_that_of_the_decisions_in_a_plan() -> None:
+    config = ParallelConfig(replicas=(1, 1), shards=(1, 1), sharding="expert", stages=2, sharded_state="optimizer")
+    assert layout_text(config.to_constraints((3,))) == "dp=2 ep=2 pp=2 zero=1, 1f1b" == layout_words(config)
 
 
 @pytest.mark.slow
