@@ -15,8 +15,6 @@ Global parameter names begin with the module's: `vision.layers.0.mlp.fc1.weight`
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +23,13 @@ from pipefit.errors import ModelError, UnsupportedModelError
 from pipefit.model.families.config_fields import ConfigFields
 from pipefit.model.families.family import InitialValue, ModelFamily, WeightTensor
 from pipefit.model.families.multimodal import diffusion_config as diffusion
-from pipefit.model.families.multimodal import types
 from pipefit.model.families.multimodal import vision_config as vision
 from pipefit.model.families.multimodal.diffusion_config import DiffusionConfig
 from pipefit.model.families.multimodal.encoder_types import ACTIVATIONS, HUGGING_FACE_ACTIVATION
 from pipefit.model.families.multimodal.joint_fields import JointParts, LanguageConfig, read_language
 from pipefit.model.families.multimodal.joint_names import JointNames
 from pipefit.model.families.multimodal.projector import ProjectorOptions
+from pipefit.model.families.multimodal.types import read_joint_types
 from pipefit.model.families.multimodal.vision_config import VisionConfig
 
 FREEZABLE = ("vision", "vision.encoder", "vision.projector", "language", "generator")
@@ -198,13 +196,7 @@ def _loss_weights(fields: ConfigFields, generates: bool) -> dict[str, float]:
     return {name: float(weights.get(name, 1.0)) for name in allowed}
 
 
-def _joint_types() -> dict[str, Callable[[ConfigFields], JointParts]]:
-    """Return model type -> reader, of every file of `types/`."""
-    files = [importlib.import_module(f"{types.__name__}.{info.name}") for info in pkgutil.iter_modules(types.__path__)]
-    return {model_type: file.read_joint for file in files for model_type in file.MODEL_TYPES}
-
-
-JOINT_TYPES: Mapping[str, Callable[[ConfigFields], JointParts]] = _joint_types()
+JOINT_TYPES: Mapping[str, Callable[[ConfigFields], JointParts]] = read_joint_types()
 """The vision-language model types of `transformers`."""
 
 FAMILY = ModelFamily(

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from pipefit.errors import ModelError
 from pipefit.model.families.config_fields import ConfigFields
+from pipefit.model.families.multimodal.types import read_joint_types
 
 _MULTIMODAL_POSITIONS = "three rotary positions for each token of the language model"
 
@@ -22,13 +23,11 @@ MODEL_TYPES = tuple(MISSING)
 
 def read_joint(fields: ConfigFields) -> NoReturn:
     """Raise ModelError."""
-    from pipefit.model.families.multimodal.config import JOINT_TYPES
-
     model_type = str(fields.config["model_type"])
     raise ModelError(
         "The vision-language models of Qwen are not supported.",
         where=f"{fields.where}, model_type",
         seen=f"{model_type!r}, which has {MISSING[model_type]}",
-        allowed=", ".join(sorted({*JOINT_TYPES} - {*MISSING})),
+        allowed=", ".join(sorted({*read_joint_types()} - {*MISSING})),
         next_step="plan the text model alone (model_type qwen2 or qwen3), or one of these types",
     )
