@@ -14,12 +14,12 @@ from tests.support.library_parity import library_model
 
 from pipefit.cluster import local_cluster
 from pipefit.model.adapters.options import AdapterConfig, tuned_config
-from pipefit.model.adapters.peft import PREFIX, adapter_tensors
+from pipefit.model.adapters.peft import PREFIX
 from pipefit.model.adapters.targets import is_adapter
-from pipefit.model.families import WeightTensor
 from pipefit.model.graph import Model
 from pipefit.model.registry import capture_model, describe_config
 from pipefit.model.weights.files import WeightFiles
+from pipefit.model.weights.peft import AdapterNames
 from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.request.decisions import ParallelConfig
 from pipefit.plan.types import Job, Plan
@@ -28,16 +28,6 @@ from pipefit.run.worker.build import build_worker
 from pipefit.run.worker.state import gradient_pieces
 
 JOB = Job(batch=4, sequence=12, precision="float64", seed=5)
-
-
-class AdapterNames:
-    """The names of adapters in PEFT's files, for `WeightFiles`."""
-
-    def __init__(self, model: Model) -> None:
-        self._tensors = adapter_tensors(model)
-
-    def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
-        return (self._tensors[name],)
 
 
 def adapted_model(config: Mapping[str, Any], adapters: AdapterConfig, freeze: tuple[str, ...] = ()) -> Model:
@@ -59,7 +49,7 @@ def peft_model(config: dict[str, Any], adapters: AdapterConfig, folder: Path) ->
     target = adapters.targets[0] if len(adapters.targets) == 1 else list(adapters.targets)
     options = LoraConfig(
         r=adapters.rank, lora_alpha=adapters.alpha, lora_dropout=adapters.dropout, target_modules=target,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM", use_rslora=adapters.rslora,
     )  # fmt: skip
     with AllInFloat64():
         model = get_peft_model(base, options, autocast_adapter_dtype=False)

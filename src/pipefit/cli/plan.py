@@ -71,6 +71,8 @@ class PlanOptions:
     "With --lora: names of modules such as q_proj,v_proj; all-linear: every linear layer except the output head."
     lora_dropout: float = 0.0
     "With --lora: dropout of the adapters' inputs."
+    rslora: bool = False
+    "With --lora: multiply the adapters' products by alpha / sqrt(rank)."
     freeze: tuple[str, ...] = ()
     "Freeze the parameters whose names match this pattern, such as 'model.embed_tokens.*'; repeatable."
     documents: str = "joined"
@@ -248,6 +250,7 @@ def _tuning_options(options: PlanOptions) -> dict[str, Any]:
         "--lora-alpha": options.lora_alpha is not None,
         "--lora-targets": options.lora_targets != ALL_LINEAR,
         "--lora-dropout": options.lora_dropout != 0,
+        "--rslora": options.rslora,
     }
     if options.lora == 0:
         for option, is_set in further.items():
@@ -259,6 +262,7 @@ def _tuning_options(options: PlanOptions) -> dict[str, Any]:
         alpha=2.0 * options.lora if options.lora_alpha is None else options.lora_alpha,
         dropout=options.lora_dropout,
         targets=tuple(target.strip() for target in options.lora_targets.split(",")),
+        rslora=options.rslora,
     )
     return tuned_config({}, check_adapters(adapters), options.freeze)
 

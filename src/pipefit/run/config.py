@@ -56,6 +56,8 @@ class TrainConfig:
     weights: str = ""
     """Start from Hugging Face safetensors in this folder, or in those of modules: vision=DIR,language=DIR; `model`: in
     the plan's model directory."""
+    adapter: str = ""
+    "With adapters: start from those in this folder, in the format of PEFT; needs --weights."
     merge: bool = False
     "With adapters: also write the complete model with the adapters added to its weights."
     eval_every: int = 0

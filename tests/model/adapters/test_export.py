@@ -27,7 +27,7 @@ def test_peft_reads_the_adapters_and_the_merged_model_equals_them(name: str, tmp
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    options = AdapterConfig(rank=3, alpha=4.5)
+    options = AdapterConfig(rank=3, alpha=4.5, rslora=name == "llama")
     model = adapters.adapted_model(CONFIGS[name], options)
     shapes = {
         layer.parameters[spec.name]: spec.shape

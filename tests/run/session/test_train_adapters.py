@@ -94,6 +94,64 @@ def test_plan_train_export_and_merge(base: Path, tmp_path: Path, alone: Any) -> 
     assert read_losses(tmp_path / "c") == read_losses(tmp_path / "a")[2:]
 
 
+@pytest.mark.gloo
+def test_a_run_goes_on_from_adapters_of_peft(base: Path, tmp_path: Path, alone: Any) -> None:
+    """Two processes start from the adapters that one has trained; their first loss is that of the merged model, which
+    equals PEFT's (`test_export.py`)."""
+    text, one, two = toys.write_text(tmp_path), tmp_path / "one.json", tmp_path / "two.json"
+    lora = ("--lora", "4", "--rslora", "--lora-targets", "q_proj,v_proj,down_proj")
+    run_command(*plan_words(base, one, 1, *lora))
+    run_command(*plan_words(base, two, 2, *lora, "--fix", "stages=2", "--fix", "microbatches=4"))
+    run_command(*train_words(one, tmp_path / "a", text, "--weights", "model", "--merge", steps=3))
+    adapter = tmp_path / "a" / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["use_rslora"] is True
+
+    begin = ("--weights", "model", "--adapter", str(adapter))
+    done = toys.start([sys.executable, "-m", "pipefit", *train_words(two, tmp_path / "b", text, *begin, steps=2)])
+    assert done.returncode == 0, done.stderr
+    run_command(*train_words(one, tmp_path / "c", text, *begin, steps=2))
+    run_command(*train_words(one, tmp_path / "d", text, "--weights", "model", steps=2))
+    np.testing.assert_allclose(read_losses(tmp_path / "b"), read_losses(tmp_path / "c"), rtol=1e-9)
+    assert read_losses(tmp_path / "c")[0] != read_losses(tmp_path / "d")[0]
+
+    run_command(*plan_words(base, tmp_path / "plain.json", 1))
+    merged = ("--weights", str(tmp_path / "a" / "weights"))
+    run_command(*train_words(tmp_path / "plain.json", tmp_path / "e", text, *merged, steps=1))
+    assert read_losses(tmp_path / "e")[0] == pytest.approx(read_losses(tmp_path / "c")[0], rel=1e-6)
+
+
+def test_adapters_that_do_not_belong_to_the_plan_are_refused(base: Path, tmp_path: Path, alone: Any) -> None:
+    text, path, folder = toys.write_text(tmp_path), tmp_path / "plan.json", tmp_path / "a" / "adapter"
+    run_command(*plan_words(base, path, 1, "--lora", "2", "--lora-targets", "q_proj"))
+    assert "There are no adapters here." in started(path, text, tmp_path / "x", folder)
+    run_command(*train_words(path, tmp_path / "a", text, "--weights", "model", steps=1))
+    fields = json.loads((folder / "adapter_config.json").read_text())
+
+    def refusal(**changed: Any) -> str:
+        (folder / "adapter_config.json").write_text(json.dumps(fields | changed))
+        return started(path, text, tmp_path / "x", folder)
+
+    assert "plan with --lora 8 --lora-alpha 4 --rslora" in refusal(r=8, use_rslora=True)
+    assert "LORA, DoRA" in refusal(use_dora=True) and "merge_and_unload()" in refusal(peft_type="IA3")
+    (folder / "adapter_config.json").write_text("[")
+    assert "cannot be read" in started(path, text, tmp_path / "x", folder)
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    other = tmp_path / "other.json"
+    run_command(*plan_words(base, other, 1, "--lora", "2", "--lora-targets", "q_proj,v_proj"))
+    message = started(other, text, tmp_path / "x", folder)
+    assert "missing: base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight" in message
+    assert "plan with --lora-targets q_proj" in message
+    message = toys.train_here(path, text, tmp_path / "x", "--adapter", str(folder))
+    assert message[0] == 2 and "add --weights model" in message[1]
+
+
+def started(plan: Path, text: Path, run: Path, adapter: Path) -> str:
+    """The message of a run that must not start from these adapters."""
+    code, message = toys.train_here(plan, text, run, "--weights", "model", "--adapter", str(adapter))
+    assert code == 2 and not run.exists(), message
+    return message
+
+
 def test_frozen_parts_stay_and_the_whole_model_is_exported(base: Path, tmp_path: Path, alone: Any) -> None:
     from safetensors.torch import load_file
 
@@ -125,6 +183,7 @@ def test_other_commands_know_the_adapters(base: Path, tmp_path: Path) -> None:
         (("--lora", "4", "--lora-targets", "q_prj"), "did you mean q_proj?"),
         (("--lora", "4", "--lora-targets", "embed_tokens"), "q_proj, k_proj, v_proj, o_proj"),
         (("--lora-dropout", "0.1"), "add --lora 16"),
+        (("--rslora",), "add --lora 16"),
         (("--freeze", "model.layer.*"), "No parameter of the model matches this pattern."),
         (("--freeze", "*"), "there is nothing to train"),
     ],
@@ -140,6 +199,8 @@ def test_wrong_runs_are_refused(base: Path, tmp_path: Path, alone: Any) -> None:
     assert message[0] == 2 and "no directory with weights" in message[1]
     message = toys.train_here(path, text, tmp_path / "run", "--merge")
     assert message[0] == 2 and "no adapters to merge" in message[1]
+    message = toys.train_here(path, text, tmp_path / "run", "--adapter", str(base))
+    assert message[0] == 2 and "no adapters to start from files" in message[1]
 
 
 def test_a_run_names_the_weights_that_it_does_not_start_from(base: Path, tmp_path: Path, alone: Any) -> None:

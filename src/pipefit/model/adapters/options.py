@@ -18,7 +18,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """The low-rank adapters of a model: y = W x + alpha / rank B A dropout(x)."""
+    """The low-rank adapters of a model: y = W x + scale B A dropout(x)."""
 
     rank: int
     "Rows of A and columns of B."
@@ -28,11 +28,13 @@ class AdapterConfig:
     "Probability of a zero in the input of A."
     targets: tuple[str, ...] = (ALL_LINEAR,)
     "`all-linear`, or names of modules: the end of a module's path, as for PEFT."
+    rslora: bool = codec.added_later(False)
+    "Whether the scale is alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank."
 
     @property
     def scale(self) -> float:
         """The factor of B A."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def check_adapters(config: AdapterConfig) -> AdapterConfig:

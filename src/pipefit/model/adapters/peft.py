@@ -58,7 +58,7 @@ def peft_config(model: Model, config: AdapterConfig, base: str) -> dict[str, Any
         "target_modules": _target_modules(model, config),
         "fan_in_fan_out": True in transposed,
         "bias": "none",
-        "use_rslora": False,
+        "use_rslora": config.rslora,
         "init_lora_weights": True,
         "inference_mode": True,
     }

@@ -168,7 +168,7 @@ srun {torchrun}
 """
 
 
-_LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "chat_template", "resume", "weights")
+_LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "chat_template", "resume", "weights", "adapter")
 """Options that are paths on a host: their contents are compared, not their names."""
 
 
@@ -182,6 +182,7 @@ def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
     del options["options"]
     options |= codec.to_data(optimizer_options(config.optimizer, find_optimizer(plan.job.optimizer)))
     options |= {"steps": config.steps, "resumes": bool(config.resume), "with weights": bool(config.weights)}
+    options |= {"with an adapter": bool(config.adapter)}
     words = [f"{key.replace('_', ' ')} {value}" for key, value in sorted(options.items())]
     software = [f"pipefit {__version__}", f"torch {torch.__version__}"]
     if any(stage.space in (PATCHES, LATENTS) for stage in plan.stages):

@@ -42,7 +42,7 @@ from pipefit.run.session.run_folder import check_run_dir, open_run_dir
 from pipefit.run.session.staleness import captured_model, check_cluster, check_model
 from pipefit.run.session.weights import (
     FINAL_WORDS,
-    check_merge,
+    check_adapter_options,
     resolve_weights,
     save_final,
     start_lines,
@@ -62,7 +62,7 @@ class TrainingRun:
     """A run on this rank, ready to step. The constructor writes no files."""
 
     def __init__(self, plan: Plan, config: TrainConfig, world: World) -> None:
-        check_merge(plan, config.merge)
+        check_adapter_options(plan, config)
         config = replace(config, weights=resolve_weights(plan, config.weights))
         self.plan, self.config, self.world = plan, config, world
         optimizer = config.optimizer if config.optimizer.steps else replace(config.optimizer, steps=config.steps)
@@ -84,7 +84,7 @@ class TrainingRun:
         plan, config, world = self.plan, self.config, self.world
         world.require_agreement("corpus", self.feeding.digest, corpus_mismatch)
         self.process_use = ProcessUse(world.device, world.local_size)
-        value = weights_value(plan, self.model, config.weights) if config.weights else None
+        value = weights_value(plan, self.model, config.weights, config.adapter) if config.weights else None
         self.worker = build_worker(plan, self.model, CommGroups(world.device), world.device, optimizer, value=value)
         elements = sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets)
         self.worker.skips_infinite |= config.nonfinite == "skip"

@@ -55,14 +55,24 @@ def start_lines(plan: Plan, model: Model, config: TrainConfig, found: UserModel 
     return lines
 
 
-def check_merge(plan: Plan, merge: bool) -> None:
-    """Raise RunError if the run is to merge adapters that the plan does not have."""
-    if merge and read_adapters(plan.model.config) is None:
+def check_adapter_options(plan: Plan, config: TrainConfig) -> None:
+    """Raise RunError if the run is to merge or to start from adapters that the plan does not have, or from adapters
+    without the weights that they were trained with."""
+    if read_adapters(plan.model.config) is None:
+        uses = {"--merge": (config.merge, "to merge"), "--adapter": (bool(config.adapter), "to start from files")}
+        for option, (is_set, use) in uses.items():
+            if is_set:
+                raise RunError(
+                    f"The plan has no adapters {use}.",
+                    where=option,
+                    seen=f"a plan of the complete model {plan.model.name!r}",
+                    next_step=f"leave {option} out, or plan with --lora 16",
+                )
+    elif config.adapter and not config.weights:
         raise RunError(
-            "The plan has no adapters to merge.",
-            where="--merge",
-            seen=f"a plan of the complete model {plan.model.name!r}",
-            next_step="leave --merge out, or plan with --lora 16",
+            "Adapters were trained with the weights of their model, and this run has none.",
+            where=f"--adapter {config.adapter}",
+            next_step="add --weights model, or --weights DIR with the model of the adapters",
         )
 
 
@@ -88,9 +98,10 @@ def has_weights(plan: Plan) -> bool:
     return folder.is_dir() and any(folder.glob("*.safetensors"))
 
 
-def weights_value(plan: Plan, model: Model, weights: str) -> ParameterValue:
+def weights_value(plan: Plan, model: Model, weights: str, adapter: str = "") -> ParameterValue:
     """Return parameters from a directory of safetensors in Hugging Face names, or from one per module (`vision=DIR`).
-    Adapters have their initial values. Raises ModelError if the files do not fit the model."""
+    Adapters come from `adapter`, a directory of PEFT, or have their initial values. Raises ModelError if the files do
+    not fit the model."""
     from pipefit.model.weights.files import WeightFiles
     from pipefit.model.weights.modules import is_parts_text, module_weights, split_parts
 
@@ -98,9 +109,15 @@ def weights_value(plan: Plan, model: Model, weights: str) -> ParameterValue:
     if is_parts_text(weights):
         return module_weights(split_parts(weights), family, config, initial_values(plan, model))
     files = WeightFiles(Path(weights), family, config)
-    if read_adapters(config) is None:
+    adapters = read_adapters(config)
+    if adapters is None:
         return files.read
-    first = initial_values(plan, model)
+    if adapter:
+        from pipefit.model.weights.peft import open_adapter
+
+        first: ParameterValue = open_adapter(Path(adapter), model, adapters).read
+    else:
+        first = initial_values(plan, model)
     return lambda name, shape, box: (first if is_adapter(name) else files.read)(name, shape, box)
 
 
