@@ -18,6 +18,7 @@ from pipefit.errors import CaptureWarning, ModelError
 from pipefit.model import capture_cache
 from pipefit.model.capture import layers as capture
 from pipefit.model.families import FAMILIES
+from pipefit.model.families.build import has_written_graphs
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS
 from pipefit.model.registry import builtin_names, open_family, open_model, resolve_model
@@ -37,6 +38,12 @@ class Embed(nn.Embedding):
 def build():
     return [Embed(256, 8), nn.Linear(8, 256), TokenLoss()]
 """
+
+
+@pytest.fixture(autouse=True)
+def nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture the built-in families too, as those of plug-ins."""
+    monkeypatch.setattr("pipefit.model.registry.has_written_graphs", lambda family: False)
 
 
 @pytest.fixture
@@ -264,16 +271,22 @@ def test_a_class_of_the_library_is_stored_by_fields_tokens_and_versions(
     assert None not in keys and len(set(keys)) == 4
 
 
-def test_a_run_captures_its_model_itself(folder: Path, captures: list[str]) -> None:
+def test_a_run_takes_the_stored_model(folder: Path, captures: list[str]) -> None:
     from tests.support import worker_plans as plans
 
-    from pipefit.run.session.staleness import captured_model
+    from pipefit.run.session.staleness import planned_model
 
     plan = plans.plan("llama", stages=2)
     stored = open_family(plan.model.family, plan.model.config)
     del captures[:]
-    assert open_family(plan.model.family, plan.model.config) == stored and captures == []
-    assert captured_model(plan) == stored and captures == [plan.model.family]
+    assert planned_model(plan) == stored and captures == []
+
+
+def test_graphs_that_pipefit_writes_are_not_captured(captures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipefit.model.registry.has_written_graphs", has_written_graphs)
+    described = resolve_model("tiny")
+    written = open_family(described.family, described.config)
+    assert captures == [] and written == capture.capture_family(described.family, described.config)
 
 
 def test_errors_are_those_of_a_capture(folder: Path) -> None:
@@ -323,16 +336,15 @@ def run_program(program: str, environment: dict[str, str]) -> tuple[str, set[str
     return text, set(names.split())
 
 
-def test_planning_a_cached_model_imports_no_torch(tmp_path: Path) -> None:
+def test_planning_a_language_model_imports_no_torch(tmp_path: Path) -> None:
     program = (
         f"from pipefit.cli import main\nsys.argv = ['pipefit', *{PLAN!r}]\n"
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code"
     )
     environment = {**package_environment(), "PIPEFIT_CACHE": str(tmp_path)}
-    first, captured = run_program(program, environment)
-    again, cached = run_program(program, environment)
-    assert "torch" in captured and "predicted step" in first
-    assert not {"torch", "transformers"} & cached and again == first
+    printed, imported = run_program(program, environment)
+    assert "predicted step" in printed and not {"torch", "transformers"} & imported
+    assert stored_files(tmp_path / "models") == []
 
 
 def test_a_family_of_a_plugin_is_captured_again_when_its_package_changes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pipefit.model.adapters.options import AdapterConfig, tuned_config
 from pipefit.model.adapters.peft import PREFIX
 from pipefit.model.adapters.targets import is_adapter
 from pipefit.model.graph import Model
-from pipefit.model.registry import capture_model, describe_config
+from pipefit.model.registry import describe_config, open_family
 from pipefit.model.weights.files import WeightFiles
 from pipefit.model.weights.peft import AdapterNames
 from pipefit.plan.evaluate.planner_context import build_plan
@@ -33,7 +33,7 @@ JOB = Job(batch=4, sequence=12, precision="float64", seed=5)
 def adapted_model(config: Mapping[str, Any], adapters: AdapterConfig, freeze: tuple[str, ...] = ()) -> Model:
     """Our model of a config.json with adapters."""
     described = describe_config(config, "m", "m")
-    return capture_model(described.family, tuned_config(described.config, adapters, freeze))
+    return open_family(described.family, tuned_config(described.config, adapters, freeze))
 
 
 def plan_of(model: Model, job: Job = JOB, **decisions: Any) -> Plan:

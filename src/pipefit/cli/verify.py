@@ -50,7 +50,7 @@ def command(options: VerifyOptions) -> None:
     from pipefit.plan.check.rules import load_plan
     from pipefit.plan.explain.text import plan_headline
     from pipefit.run.session.rendezvous import choose_device
-    from pipefit.run.session.staleness import captured_model
+    from pipefit.run.session.staleness import planned_model
     from pipefit.run.verify.verify import check_ranks, critical_ranks, verify_rank
 
     device, record = options.device, options.record
@@ -63,7 +63,7 @@ def command(options: VerifyOptions) -> None:
     target = choose_device(device, 0)
     ranks = options.rank or critical_ranks(plan)
     subject = None if record is None else _open_recordable(options, record, plan, ranks, target.type)
-    model = captured_model(plan)
+    model = planned_model(plan)
     measurements = [verify_rank(plan, model, rank, target, options.steps) for rank in ranks]
     fits = all(measurement.fits_limit for measurement in measurements)
     learned = (

@@ -23,7 +23,7 @@ from pipefit.model.adapters.options import is_tuned, tuning_of
 from pipefit.model.any_class import library_fields
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
 from pipefit.model.families import FAMILIES, family_of_type, read_family_config, without_tuning
-from pipefit.model.families.build import USER, build_layers, typed_config, write_family
+from pipefit.model.families.build import USER, build_layers, has_written_graphs, typed_config, write_family
 from pipefit.model.graph import Model
 from pipefit.plugins import missing_plugin_advice
 
@@ -32,7 +32,6 @@ __all__ = [
     "ModelDescription",
     "build_layers",
     "builtin_names",
-    "capture_model",
     "describe_config",
     "open_family",
     "open_model",
@@ -128,8 +127,9 @@ def _describe_file(config: Mapping[str, Any], name: str, where: str, tokens: int
 
 
 def open_model(source: str, tokens: int | None = None, tuning: Mapping[str, Any] = NO_TUNING) -> Model:
-    """Return the captured model named by `source`: a saved model is read (without torch), any other source is
-    captured, or read from the cache of captured models. A class of `transformers` is captured for rows of `tokens`.
+    """Return the model named by `source` as operator graphs: a saved model is read, and the graphs of a built-in
+    language model are written, both without torch. Any other source is captured, or read from the cache of captured
+    models. A class of `transformers` is captured for rows of `tokens`.
 
     `tuning` is a configuration with the adapters and frozen parameters to add (`tuned_config`).
     """
@@ -157,22 +157,17 @@ def _tune_saved(model: Model, tuning: Mapping[str, Any], source: str) -> Model:
 
 
 def open_family(family: str, config: Mapping[str, Any]) -> Model:
-    """Return the captured model of a family and configuration: from the cache, captured and stored, or without torch
-    written. Adapters and frozen parameters of the configuration are added to the base model.
+    """Return the model of a family and configuration: written, from the cache, or captured and stored. Adapters and
+    frozen parameters of the configuration are added to the base model.
 
     Raises ModelError for bad fields or an unknown family, and for one that needs torch where it is not installed.
     """
     return tune_model(_open_base(family, without_tuning(config)), config)
 
 
-def capture_model(family: str, config: Mapping[str, Any]) -> Model:
-    """Return the model of a family and configuration, captured now. Raises the errors of `open_family`."""
-    from pipefit.model.capture.layers import capture_family
-
-    return tune_model(capture_family(family, without_tuning(config)), config)
-
-
 def _open_base(family: str, config: Mapping[str, Any]) -> Model:
+    if has_written_graphs(family):
+        return write_family(family, config)
     key = cache_key(family, config) if cache_folder() is not None else None
     model = None if key is None else load_captured(key)
     if model is not None:

@@ -19,7 +19,7 @@ from pipefit.model.adapters.options import AdapterConfig, tuned_config
 from pipefit.model.adapters.targets import find_linear_modules
 from pipefit.model.analysis.totals import graph_flops
 from pipefit.model.capture.whole import capture_whole
-from pipefit.model.registry import capture_model, describe_config
+from pipefit.model.registry import describe_config, open_family
 from pipefit.plan.assemble.predict import simulate_plan, step_flops
 from pipefit.plan.check.rules import load_plan
 from pipefit.plan.types import Job
@@ -78,8 +78,8 @@ def test_frozen_parameters_share_graphs_where_layers_are_equal() -> None:
 def test_a_configuration_gives_the_same_model_again() -> None:
     described = describe_config(plans.LLAMA, "m", "m")
     config = tuned_config(described.config, OPTIONS, ["*.layers.0.*"])
-    model = capture_model(described.family, config)
-    assert model.config == config and capture_model(described.family, json.loads(json.dumps(config))) == model
+    model = open_family(described.family, config)
+    assert model.config == config and open_family(described.family, json.loads(json.dumps(config))) == model
     assert model.hash != adapters.adapted_model(plans.LLAMA, OPTIONS).hash
 
 

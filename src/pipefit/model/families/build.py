@@ -32,6 +32,12 @@ def typed_config(family: str, config: Mapping[str, Any], where: str = "config") 
     return read_family_config(FAMILIES[family], without_tuning(config), where)
 
 
+def has_written_graphs(family: str) -> bool:
+    """Return whether pipefit itself writes the operator graphs of a family. Tests hold them equal to captured ones; a
+    plug-in's are used only without torch."""
+    return family in FAMILIES and FAMILIES[family].graphs.startswith("pipefit.")
+
+
 def write_family(family: str, config: Mapping[str, Any]) -> Model:
     """Return the model of a family as operator graphs, without torch. Raises ModelError for bad fields, and for a
     family that needs torch."""

@@ -16,7 +16,7 @@ from pipefit.cluster.calibration import add_calibration, split_calibration
 from pipefit.errors import StalePlanError
 from pipefit.model.families import without_tuning
 from pipefit.model.graph import Model
-from pipefit.model.registry import ModelDescription, builtin_names, capture_model, resolve_model
+from pipefit.model.registry import ModelDescription, builtin_names, open_family, resolve_model
 from pipefit.plan.check.rules import check_staleness
 from pipefit.plan.types import Plan
 
@@ -81,9 +81,9 @@ def check_model(plan: Plan, weights: str = "") -> None:
         )
 
 
-def captured_model(plan: Plan) -> Model:
-    """Capture the plan's model and return it. Raises StalePlanError if it is not the planned model."""
-    model = capture_model(plan.model.family, plan.model.config)
+def planned_model(plan: Plan) -> Model:
+    """Return the plan's model as operator graphs. Raises StalePlanError if it is not the planned model."""
+    model = open_family(plan.model.family, plan.model.config)
     if plan.hashes.model and model.hash != plan.hashes.model:
         raise StalePlanError(
             "The plan was made for a different version of this model.",

@@ -39,7 +39,7 @@ from pipefit.run.session.process_use import ProcessUse
 from pipefit.run.session.rendezvous import World
 from pipefit.run.session.resume import resume_run
 from pipefit.run.session.run_folder import check_run_dir, open_run_dir
-from pipefit.run.session.staleness import captured_model, check_cluster, check_model
+from pipefit.run.session.staleness import check_cluster, check_model, planned_model
 from pipefit.run.session.weights import (
     FINAL_WORDS,
     check_adapter_options,
@@ -277,7 +277,7 @@ def shared_model(plan: Plan, world: World) -> Model:
     """Return the captured model: rank 0 captures, other ranks read its graphs. StalePlanError if it is not the
     plan's."""
 
-    text = world.share_text("model", lambda: codec.dump_text(captured_model(plan)))
+    text = world.share_text("model", lambda: codec.dump_text(planned_model(plan)))
     return codec.load_text(Model, text, "the model of rank 0")
 
 
