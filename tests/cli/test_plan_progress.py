@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,14 @@ def test_lines_name_every_pass_on_stderr_and_quiet_prints_none(pipefit: Pipefit,
 
 
 def start_command(words: list[str]) -> subprocess.Popen[str]:
+    """Start a command that hears Ctrl-C, also where the tests run in the background and ignore it."""
     return subprocess.Popen(
         [sys.executable, "-m", "pipefit", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
