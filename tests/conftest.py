@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what `bin/test` says to pytest."""
     group = parser.getgroup("pipefit")
-    group.addoption("--tier", choices=tiers.TIERS, default="all", help="which tests run (see bin/test --help)")
+    group.addoption("--tier", choices=tiers.TIERS, default="every", help="which tests run (see bin/test --help)")
     group.addoption("--own-first", type=int, default=0, metavar="N", help="the first N files that are named come first")
     group.addoption("--record-durations", action="store_true", help=f"write {durations.RECORDED}")
 

@@ -9,9 +9,10 @@ usage: bin/test [MODE] [ROOM ...] [--changed] [PYTEST OPTIONS]
   bin/test --quick        short tests of every room
   bin/test --all          also slow tests, labs and the benchmarks' quick runs; continuous
                           integration runs this
+  bin/test --every        also all parameters of the tests that take minutes with all of them
 
---quick and --all combine with rooms and with --changed.
---record-durations        with --all: write tests/durations.json
+--quick, --all and --every combine with rooms and with --changed.
+--record-durations        with --all or --every: write tests/durations.json
 Everything from the first other option on goes to pytest: bin/test plan -x -k cut; -n 0 runs
 one process. The tests of the rooms themselves run first. How long a mode takes and how it
 chooses tests stands in docs/how-to/run-the-tests.md.
@@ -52,7 +53,7 @@ def read_words(words: Sequence[str]) -> Request:
     """What the command line says."""
     request = Request()
     for k, word in enumerate(words):
-        if word in ("--quick", "--all"):
+        if word in ("--quick", "--all", "--every"):
             request.tier = word[2:]
         elif word == "--changed":
             request.changed = True
@@ -66,7 +67,7 @@ def read_words(words: Sequence[str]) -> Request:
         else:
             (request.nodes if "::" in word else request.rooms).append(word)
     if request.nodes and request.tier == "default":
-        request.tier = "all"  # a test that is named runs, whatever its tier
+        request.tier = "every"  # a test that is named runs, whatever its tier
     return request
 
 

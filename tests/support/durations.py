@@ -125,7 +125,7 @@ class Measuring:
 
 class Recorder:
     """A plugin of the process that hears of all tests: it writes down what each has cost. A test that was skipped, or
-    failed, keeps what was recorded before."""
+    failed, keeps what was recorded before; so do parameters that the tier left out."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -143,6 +143,11 @@ class Recorder:
         before = read_durations(self.root)
         for nodeid in self.kept:
             self.seconds[nodeid] = before.of_test(nodeid)
+        ran = {nodeid.partition("[")[0] for nodeid in self.seconds}
+        for file, entry in before.files.items():
+            for test, seconds in entry.listed.items():
+                if f"{file}::{test}".partition("[")[0] in ran:
+                    self.seconds.setdefault(f"{file}::{test}", seconds)
         files = before.files | gather_durations(self.seconds).files
         standing = {file: entry for file, entry in files.items() if (self.root / file).exists()}
         write_durations(self.root, Durations(standing))

@@ -16,6 +16,9 @@ LAB = "lab"
 COLLECTED = pytest.StashKey[dict[str, float | None]]()
 """Tests that were collected before a tier left some out, and their seconds in the default tier; None: not in it."""
 
+CONTINUOUS = pytest.StashKey[float]()
+"""Recorded seconds of the collected tests in the tier `all`, which continuous integration runs."""
+
 
 def together(nodeid: str) -> str:
     """What one process runs from end to end: a file, whose tests share its fixtures; all that make a lab."""
@@ -30,8 +33,14 @@ def arrange_items(config: pytest.Config, items: list[pytest.Item], root: Path) -
     left_out = tiers.leave_out(marked, recorded)
     cost = {test.nodeid: tiers.cost_by_default(test, recorded) for test in marked}
     config.stash[COLLECTED] = {nodeid: None if nodeid in left_out else seconds for nodeid, seconds in cost.items()}
-    if tier == "all":
+    few = tiers.leave_out_parameters(marked, recorded)
+    config.stash[CONTINUOUS] = sum(
+        recorded.of_test(test.nodeid) * (2.0 if test.alone else 1.0) for test in marked if test.nodeid not in few
+    )
+    if tier == "every":
         left_out = set()
+    elif tier == "all":
+        left_out = few
     elif tier == "quick":
         left_out |= {item.nodeid for item in items if recorded.of_test(item.nodeid) > tiers.QUICK_TEST_S}
     files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
@@ -41,7 +50,7 @@ def arrange_items(config: pytest.Config, items: list[pytest.Item], root: Path) -
     for item in items:
         group = together(item.nodeid)
         seconds[group] = seconds.get(group, 0.0) + recorded.of_test(item.nodeid)
-        if tier != "all":
+        if tier in ("quick", "default"):
             draw_less(item)
     first = {together(file) for file in files[: config.getoption("own_first")]}
     rank = {group: k for k, group in enumerate(tiers.order_groups(seconds, first, LAB))}
@@ -57,7 +66,7 @@ def _read_marks(item: pytest.Item) -> tiers.Marked:
 
 
 def draw_less(item: Any) -> None:
-    """Lower the number of examples of a property test; the tier `all` draws the number that the test names."""
+    """Lower the number of examples of a property test; `all` and `every` draw the number that the test names."""
     test = getattr(item, "obj", None)
     own = getattr(test, "_hypothesis_internal_use_settings", None)
     if own is not None:

@@ -161,17 +161,17 @@ def test_git_says_what_changed(tmp_path: Path) -> None:
 def test_words_are_read() -> None:
     assert read_words([]) == Request()
     assert read_words(["plan", "show", "-x", "--quick"]) == Request(rooms=["plan", "show"], further=["-x", "--quick"])
-    request = read_words(["--all", "--record-durations", "-rs", "--durations=25"])
-    assert (request.tier, request.record, request.further) == ("all", True, ["-rs", "--durations=25"])
+    request = read_words(["--every", "--record-durations", "-rs", "--durations=25"])
+    assert (request.tier, request.record, request.further) == ("every", True, ["-rs", "--durations=25"])
     assert read_words(["--changed", "--quick"]) == Request(tier="quick", changed=True)
-    assert read_words(["tests/test_units.py::test_x"]).tier == "all", "a test that is named runs, whatever its tier"
+    assert read_words(["tests/test_units.py::test_x"]).tier == "every", "a test that is named runs, whatever its tier"
 
 
 def test_help_is_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 100
-    assert all(any(word in line for line in lines) for word in ("ROOM", "--changed", "--quick", "--all"))
+    assert all(any(word in line for line in lines) for word in ("ROOM", "--changed", "--quick", "--all", "--every"))
 
 
 def test_every_mode_chooses_tests(project: Graph) -> None:

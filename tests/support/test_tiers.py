@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import clock, tiers
-from tests.support.durations import Durations, FileDurations, gather_durations, read_durations, write_durations
-from tests.support.session import COLLECTED, draw_less
+from tests.support.durations import (
+    Durations,
+    FileDurations,
+    Recorder,
+    gather_durations,
+    read_durations,
+    write_durations,
+)
+from tests.support.session import COLLECTED, CONTINUOUS, draw_less
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = read_durations(ROOT)
@@ -25,6 +32,11 @@ def collected(request: pytest.FixtureRequest) -> dict[str, float | None]:
 def test_the_default_tier_fits_its_budget(collected: dict[str, float | None]) -> None:
     total_s = sum(seconds for seconds in collected.values() if seconds is not None)
     assert total_s <= tiers.DEFAULT_BUDGET_S, f"{total_s:.0f} s are recorded of its tests; see tests/support/tiers.py"
+
+
+def test_the_tier_of_continuous_integration_fits_its_budget(request: pytest.FixtureRequest) -> None:
+    total_s = request.config.stash[CONTINUOUS]
+    assert total_s <= tiers.ALL_BUDGET_S, f"{total_s:.0f} s are recorded of its tests; see tests/support/tiers.py"
 
 
 def test_only_files_of_slow_tests_and_labs_are_left_out_whole(collected: dict[str, float | None]) -> None:
@@ -75,6 +87,13 @@ def test_a_test_keeps_as_many_parameters_as_fit_and_at_least_one() -> None:
     assert left_out(*map(tiers.Marked, many), seconds=seconds) == set()
 
 
+def test_the_tier_all_leaves_out_parameters_only() -> None:
+    many = [f"a::many[{k}]" for k in range(6)]
+    seconds = dict.fromkeys(many, tiers.ALL_FAMILY_S / 2.5) | {"a::long": 99.0, "a::dear[0]": 99.0}
+    tests = [*map(tiers.Marked, seconds), tiers.Marked("a::slow", slow=True)]
+    assert tiers.leave_out_parameters(tests, gather_durations(seconds)) == {many[k] for k in (1, 2, 4, 5)}
+
+
 def test_long_tests_are_left_out_unless_a_file_has_no_other() -> None:
     seconds = {"a::long": 50.0, "a::short": 1.0, "b::long": 50.0, "b::longer": 60.0}
     assert left_out(*map(tiers.Marked, seconds), seconds=seconds) == {"a::long", "b::longer"}
@@ -121,6 +140,17 @@ def test_durations_come_back_and_survive_a_move(tmp_path: Path) -> None:
     assert read.of_test("tests/b/c/test_x.py::fast") == 0.04, "the file was moved"
     assert read.of_test("tests/test_z.py::t") == 0.05 and read.of_file("tests/test_z.py") is None
     assert json.loads((tmp_path / "tests/durations.json").read_text())["unit"] == "seconds"
+
+
+def test_parameters_that_did_not_run_keep_their_durations(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").touch()
+    before = {"tests/test_x.py::many[0]": 3.0, "tests/test_x.py::many[1]": 4.0, "tests/test_x.py::gone": 5.0}
+    write_durations(tmp_path, gather_durations(before))
+    recorder = Recorder(tmp_path)
+    recorder.seconds = {"tests/test_x.py::many[0]": 2.0}
+    recorder.pytest_sessionfinish()
+    assert read_durations(tmp_path).files["tests/test_x.py"].listed == {"many[0]": 2.0, "many[1]": 4.0}
 
 
 def test_quick_files_are_the_cheap_ones_of_all_folders_in_turn() -> None:

@@ -1,7 +1,8 @@
 """Tiers of tests: which of them a mode of `bin/test` runs, how much its property tests draw, and in which order.
 
-`all` holds every test. `default` leaves out tests marked `slow`, long tests, most labs, and some parameters of tests
-that take long with all of them. `quick` takes the short tests of files that cost little, some of every folder.
+`every` holds every test with all of its parameters. `all` holds every test, but only some parameters of those that
+take very long with all of them. `default` leaves out more parameters, tests marked `slow`, long tests and most labs.
+`quick` takes the short tests of files that cost little, some of every folder.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from dataclasses import dataclass
 
 from tests.support.durations import Durations
 
-TIERS = ("quick", "default", "all")
+TIERS = ("quick", "default", "all", "every")
 
 DEFAULT_BUDGET_S = 750.0
 """Recorded seconds of all tests of the default tier: six minutes and a half on two cores."""
 
+ALL_BUDGET_S = 4500.0
+"""Recorded seconds of all tests of the tier `all`, which two cores share."""
+
 FAMILY_S = 0.6
 """Recorded seconds that one test may take in the default tier with all of its parameters; of a test that takes more,
 so many parameters run there as fit, evenly spread, and at least one of them."""
+
+ALL_FAMILY_S = 6.0
+"""The same for the tier `all`, which continuous integration runs."""
 
 LONGEST_S = 1.5
 """The longest test of the default tier; a file whose tests are all longer keeps its shortest one."""
@@ -112,21 +119,36 @@ def leave_out(tests: Iterable[Marked], durations: Durations) -> set[str]:
     tests of files that have shorter ones."""
     tests = list(tests)
     cost = {test.nodeid: cost_by_default(test, durations) for test in tests}
-    families: dict[str, list[str]] = {}
-    for test in tests:
-        if not test.slow and not (test.alone and cost[test.nodeid] > 2.0 * ALONE_S):
-            families.setdefault(test.family, []).append(test.nodeid)
+    common = [test for test in tests if not test.slow and not (test.alone and cost[test.nodeid] > 2.0 * ALONE_S)]
     files: dict[str, list[str]] = {}
-    for family, nodeids in families.items():
-        mean_s = sum(cost[nodeid] for nodeid in nodeids) / len(nodeids)
-        if len(nodeids) * mean_s > FAMILY_S:
-            nodeids = pick_spread(nodeids, max(1, int(FAMILY_S / mean_s)))
-        files.setdefault(family.partition("::")[0], []).extend(nodeids)
+    for nodeid in spread_parameters(common, cost, FAMILY_S):
+        files.setdefault(nodeid.partition("::")[0], []).append(nodeid)
     kept = set[str]()
     for nodeids in files.values():
         short = [nodeid for nodeid in nodeids if cost[nodeid] <= LONGEST_S]
         kept |= set(short or [min(nodeids, key=lambda nodeid: cost[nodeid])])
     return set(cost) - kept
+
+
+def leave_out_parameters(tests: Iterable[Marked], durations: Durations) -> set[str]:
+    """Tests that the tier `all` leaves out: parameters beyond the seconds of a family there."""
+    tests = list(tests)
+    cost = {test.nodeid: durations.of_test(test.nodeid) for test in tests}
+    return set(cost) - set(spread_parameters(tests, cost, ALL_FAMILY_S))
+
+
+def spread_parameters(tests: Iterable[Marked], cost: Mapping[str, float], limit_s: float) -> list[str]:
+    """Tests without the parameters by which a family would take longer than the limit: so many stay as fit, evenly
+    spread, and at least one."""
+    families: dict[str, list[str]] = {}
+    for test in tests:
+        families.setdefault(test.family, []).append(test.nodeid)
+    chosen = list[str]()
+    for nodeids in families.values():
+        total_s = sum(cost[nodeid] for nodeid in nodeids)
+        count = len(nodeids) if total_s <= limit_s else max(1, int(limit_s * len(nodeids) / total_s))
+        chosen.extend(pick_spread(nodeids, count))
+    return chosen
 
 
 def lower_draws(own: int) -> int:
