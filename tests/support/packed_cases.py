@@ -48,6 +48,53 @@ def _square_attention(scale: float, unused: tuple[int, int]) -> Any:
     return plain
 
 
+def _window_attention(scale: float, side: int) -> Any:
+    """The windows as images of their own."""
+
+    def plain(q: Any, k: Any, v: Any, documents: Any, grid: Any) -> Any:
+        names = [
+            [(start, row // side, column // side) for start, (row, column, _, _) in zip(*pair, strict=True)]
+            for pair in zip(documents.tolist(), grid.tolist(), strict=True)
+        ]
+        windows = torch.tensor([[row.index(name) for name in row] for row in names])
+        return (_square_attention(scale, (0, 0)) if q.dim() == 5 else _packed_attention(scale))(q, k, v, windows)
+
+    return plain
+
+
+def _axis_rotary(axes: list[int], theta: float, merge: int = 0) -> Any:
+    """One pair of one patch at a time, as complex numbers."""
+
+    def plain(x: Any, positions: Any) -> Any:
+        out, half = torch.zeros_like(x), len(axes)
+        for index in torch.cartesian_prod(*map(torch.arange, x.shape[:-1])).tolist():
+            places = positions[index[0], index[1]].tolist()
+            if merge:
+                places = [places[0] * merge + index[2] // merge, places[1] * merge + index[2] % merge]
+            pairs = torch.complex(x[tuple(index)][:half], x[tuple(index)][half:])
+            angles = [places[axis] * theta ** (-i / half) for i, axis in enumerate(axes)]
+            turns = torch.tensor(angles, dtype=torch.float64)
+            turned = pairs * torch.complex(turns.cos(), turns.sin())
+            out[tuple(index)] = torch.cat((turned.real, turned.imag))
+        return out
+
+    return plain
+
+
+def _axis_case(merge: int) -> Any:
+    patches, axes = (merge**2,) if merge else (), [0, 1, 1, 0] if merge else [0, 1, 2, 1]
+    positions = torch.randint(0, 9, (ROWS, TOKENS, 4 if merge else 3), generator=torch.Generator().manual_seed(1))
+    attributes = {"theta": 100.0, "dim": 8, "scaling": None, "style": "half", "axes": axes}
+    return make_example(
+        "rotary",
+        {"x": ("B", "T", *patches, 3, 8), "grid": ("B", "T", positions.shape[-1])},
+        _axis_rotary(axes, 100.0, merge),
+        {**attributes, **({"merge": merge} if merge else {})},
+        integers={"grid": 9},
+        fixed_values={"grid": positions.tolist()},
+    )
+
+
 def _seen_ahead(scale: float, window: int | None) -> Any:
     """Causal attention, one query and head at a time, to the key that `ends` names."""
 
@@ -127,6 +174,10 @@ _GRID = [
     [[-1, 0, 2, 2], [0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2], [2, 1, 5, 2]],
     [[0, 0, 3, 3], [2, 2, 3, 3], [1, 6, 2, 7], [-1, 0, 0, 0], [0, 0, 1, 1], [3, 0, 4, 9]],
 ]
+_WINDOW_GRID = [
+    [[0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2], [0, 0, 1, 2], [0, 1, 1, 2]],
+    [[0, 0, 2, 3], [0, 1, 2, 3], [1, 0, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [1, 2, 2, 3]],
+]
 _PATCHES = [[[max(0, n) for n in one] for one in row] for row in _GRID]
 _PATCHES[1][3] = [0, 0, 1, 1]
 
@@ -158,6 +209,19 @@ CASES = [
         )
         for unused in ((0, 0), (2, 0), (2, 3))
     ),
+    *(
+        make_example(
+            "packed_attention",
+            {"q": heads, "k": heads, "v": heads, "documents": ("B", "T"), "grid": ("B", "T", 4)},
+            _window_attention(0.4, 2),
+            {"scale": 0.4, "window": 2},
+            integers={"documents": TOKENS, "grid": 9},
+            fixed_values={"documents": [[0, 0, 0, 0, 4, 4], [0] * TOKENS], "grid": _WINDOW_GRID},
+        )
+        for heads in (_HEADS, _SQUARES)
+    ),
+    _axis_case(0),
+    _axis_case(2),
     *(
         make_example(
             "attention",

@@ -5,7 +5,7 @@ An operator with collectives inside runs as one thread a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ class _DeviceCall:
     "The part of the first split operand, if the result is a partial sum."
     position: int = 0
     all_values: Values | None = None
-    "The operands of all devices: positions come from the step plan, which has all of them."
+    "The operands of all devices: positions and data come from the step plan, which has all of them."
 
 
 def _execute_part(
@@ -81,7 +81,7 @@ def _execute_part(
         leaf = leaves[name]
         if leaf is not None:
             leaf.main_grad = torch.zeros_like(leaf)  # type: ignore[attr-defined]
-    record = _make_record((call.all_values or leaves).get("positions"))
+    record = _make_record(call.all_values or leaves, example.integers)
     arguments = [*([record] if step.wants_record else []), *leaves.values()]
     if step.prepare is not None:
         arguments += step.prepare(record)
@@ -97,8 +97,9 @@ def _local_attributes(call: _DeviceCall) -> Mapping[str, Any]:
     return attributes
 
 
-def _make_record(positions: Tensor | None) -> SavedForward:
-    record = SavedForward(0, 0, StageInputs(), train=True)
+def _make_record(values: Values, integers: Collection[str]) -> SavedForward:
+    positions, data = values.get("positions"), {name: value for name in integers if (value := values[name]) is not None}
+    record = SavedForward(0, 0, StageInputs(data=data), train=True)
     record.rows, record.tokens = ROWS, TOKENS
     record.feed.positions = torch.arange(TOKENS).expand(ROWS, TOKENS) if positions is None else positions
     record.feed.rows = torch.arange(ROWS)

@@ -4,6 +4,10 @@ Pairs are (i, i + dim/2) in style `half` (GPT-NeoX, Hugging Face) and (2i, 2i + 
 Pair i is rotated by positions * frequency[i]; `rotary_frequencies` computes the frequencies for every known scaling.
 Saves nothing: the backward rotates in the other direction, and the cos/sin table is cached with the step plan's
 positions.
+
+With `axes`, a token has several positions (B, T, A), and `axes` names for each pair the one that turns it (M-RoPE, Wang
+et al., 2024). With `merge`, the positions are the grid (B, T, 4) of squares of images, x is (B, T, merge^2, H, K), and
+a pair is turned by the row (0) or the column (1) of the patch.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from pipefit.errors import ModelError, UnsupportedModelError
 from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "frequencies")
+
+TABLE_ATTRIBUTES = ("theta", "dim", "scaling", "axes", "merge")
+"""The attributes that decide the table of cosines and sines."""
 
 
 def rotary_frequencies(attributes: Mapping[str, Any]) -> tuple[list[float], float]:
@@ -118,9 +125,9 @@ def _extra_bytes(call: OperatorCall) -> int:
 
 
 def _table_of_positions(attributes: Mapping[str, Any]) -> tuple[str, int]:
-    """Cos and sin of `dim / 2` angles."""
-    key = repr([attributes.get(name) for name in ("theta", "dim", "scaling")])
-    return key, 2 * (int(attributes["dim"]) // 2)
+    """Cos and sin of `dim / 2` angles, of every patch of a token."""
+    key = repr([attributes.get(name) for name in TABLE_ATTRIBUTES])
+    return key, 2 * (int(attributes["dim"]) // 2) * int(attributes.get("merge", 1)) ** 2
 
 
 OPERATORS = (
@@ -133,6 +140,8 @@ OPERATORS = (
             "dim": "features of a head that turn (the first ones); the rest pass",
             "scaling": "null or the rope_scaling object; see `rotary_frequencies`",
             "style": "`half` pairs (i, i + dim/2), `interleaved` pairs (2i, 2i + 1)",
+            "axes": "absent, or for each pair the one of a token's several positions that turns it",
+            "merge": "absent, or the side in patches of the square that a token stands for; positions are a grid",
         },
         shapes=same_shape,
         forward_extra=_extra_bytes,

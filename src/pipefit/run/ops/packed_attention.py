@@ -1,4 +1,5 @@
-"""packed_attention(q, k, v, documents) {scale, cut, unused}: scaled dot products within the images of a packed row.
+"""packed_attention(q, k, v, documents, grid...) {scale, cut, unused, window}: scaled dot products within the images of
+a packed row, or within windows of them.
 
 q, k, v (B, T, H, K), or (B, T, M, H, K) if a token stands for M patches, all of which attend. documents int64 (B, T):
 the position in its row where a token's image starts. The result has the shape of q. First and last patches of an image
@@ -104,6 +105,27 @@ def image_runs(record: SavedForward, documents: torch.Tensor) -> list[list[tuple
     return runs
 
 
+def window_runs(
+    record: SavedForward, documents: torch.Tensor, grid: torch.Tensor, side: int
+) -> list[list[tuple[int, int]]]:
+    """Return for every row the runs [start, stop) of the windows of side x side tokens of its images, in order.
+
+    Tokens of one window follow each other. A longer run, as inputs of a profile have it, is cut.
+    """
+    key = ("windows", id(documents), id(grid), side)
+    if key not in record.cache:
+        windows = torch.cat((documents.unsqueeze(-1), grid[..., :2] // side), dim=-1)
+        begins = (windows[:, 1:] != windows[:, :-1]).any(-1)
+        row_runs = []
+        for row in begins.tolist():
+            bounds = [0, *(place + 1 for place, begin in enumerate(row) if begin), documents.shape[1]]
+            cuts = [range(first, last, side * side) for first, last in pairwise(bounds)]
+            row_runs.append([(i, min(i + side * side, cut.stop)) for cut in cuts for i in cut])
+        record.cache[key] = (documents, grid, row_runs)  # holding the tensors keeps their ids unique
+    runs: list[list[tuple[int, int]]] = record.cache[key][2]
+    return runs
+
+
 def find_spans(
     runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int, unused: tuple[int, int] = (0, 0)
 ) -> list[ImageSpan]:
@@ -145,6 +167,7 @@ def build_packed_attention(operator: Operator, context: OperatorContext) -> Oper
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
     before, after = operator.attributes.get("unused", (0, 0))
     unused, complete = (int(before), int(after)), not before + after
+    side = int(operator.attributes.get("window", 0))
 
     def first_place(queries: int, tokens: int) -> int:
         if dim != 1 or queries == tokens:
@@ -152,9 +175,10 @@ def build_packed_attention(operator: Operator, context: OperatorContext) -> Oper
         return context.shard.runs(tokens)[context.shard.position][0] if first < 0 else int(first)
 
     def run_packed_attention(
-        record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
+        record: SavedForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, *grid: Any
     ) -> Any:
-        start, queries, runs = first_place(q.shape[1], k.shape[1]), q.shape[1], image_runs(record, documents)
+        start, queries = first_place(q.shape[1], k.shape[1]), q.shape[1]
+        runs = window_runs(record, documents, grid[0], side) if side else image_runs(record, documents)
         if q.dim() == 4:
             return _PackedAttention.apply(q, k, v, find_spans(runs, start, queries, unused), call, complete)
         patches = q.shape[2]

@@ -14,8 +14,9 @@ def packed_attention(
     assert k is not None
     heads = ((None,) if len(k) == 5 else ()) + ("heads", None)
     keys, queries = ("d0", None, *heads), ("d0", "d1", *heads)
+    grids = (("d0", None, None),) * (len(inputs) - 4)
     return OperatorLabels(
-        inputs=(queries, keys, keys, ("d0", None)),
+        inputs=(queries, keys, keys, ("d0", None), *grids),
         outputs=(queries,),
         units={"heads": int(k[-2])},
         local=place_of_queries,

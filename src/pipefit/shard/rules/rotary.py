@@ -14,10 +14,11 @@ from pipefit.shard.rules.dropout import place_of_cut
 
 
 def label_rotary(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> OperatorLabels:
-    labels = ("d0", "d1", "d2", None)
-    return OperatorLabels(
-        inputs=(labels, labels[:2]), outputs=(labels,), units={}, linear=((0,),), local=place_of_angles
-    )
+    x, positions = inputs
+    assert x is not None and positions is not None
+    labels = ("d0", "d1", *(None,) * (len(x) - 4), "d2", None)
+    places = ("d0", "d1", *(None,) * (len(positions) - 2))
+    return OperatorLabels(inputs=(labels, places), outputs=(labels,), units={}, linear=((0,),), local=place_of_angles)
 
 
 def place_of_angles(attributes: Mapping[str, Any], shape: Shape, cut: DevicePart) -> Mapping[str, Any]:
