@@ -155,6 +155,9 @@ def test_sources_rules_and_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Images cannot be cut into such patches") as error:
         ImageRule(patch=16, side=225)
     assert "side 225" in str(error.value.seen)
+    with pytest.raises(DataError, match="Images cannot be cut into such patches") as error:
+        ImageRule(window=-1)
+    assert "window -1" in str(error.value.seen) and "a window of at least 0 patches" in str(error.value.allowed)
 
 
 def test_damaged_and_foreign_indexes_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pipefit.data.multimodal.images import BrokenImageError, ImageSize, grid_pla
 from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
 from pipefit.data.multimodal.manifest import printable_name
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
-from pipefit.data.multimodal.sequence import NO_SAMPLES, ImageUse, images_of, sequence_of
+from pipefit.data.multimodal.sequence import AXES, NO_SAMPLES, ImageUse, images_of, sequence_of
 from pipefit.data.permutation import make_key
 from pipefit.data.stepplan import StepPlan
 from pipefit.layout import Run
@@ -88,8 +88,9 @@ def run_feed(
     arrays in `DECODED` are omitted.
 
     `samples`: tokens, labels, positions (B, T); documents (B, T), the start of each token's sample; image_ends (B, T),
-    the last position of each token's run of patches; rows (B,), their positions in the batch; image_places (1, P) and
-    condition_places (1, L), positions b T + t of patches and of latents, -1 for a start token without one.
+    the last position of each token's run of patches; axis_positions (B, T, 3), its time, row and column; rows (B,),
+    their positions in the batch; image_places (1, P) and condition_places (1, L), positions b T + t of patches and of
+    latents, -1 for a start token without one.
 
     `patches`: pixels (1, P, channels * patch**2) uint8; documents (1, P), the start of each patch's image in the packed
     row; grid (1, P, 4): row (-1: a start token, -2: an end token), column, rows, columns.
@@ -119,7 +120,7 @@ def feed_bytes(
         tokens = np.array([*chain.from_iterable(rows.images_in(space, step_rows))][slice(*some)], dtype=np.int64)
     if space == SAMPLES:
         places = rows.values_of(rows.counts[PATCHES], step_rows) + rows.values_of(rows.counts[LATENTS], step_rows)
-        return int(8 * (5 * tokens + places + 1).sum())
+        return int(8 * (8 * tokens + places + 1).sum())
     grid_and_documents, time = 8 * 5, 0 if space == PATCHES else 4
     decoded = 0 if not decode else patch_values if space == PATCHES else 8 * patch_values
     return int(tokens.sum()) * (grid_and_documents + time + decoded)
@@ -132,6 +133,7 @@ def _sample_arrays(
     shape = (len(rows), sequence)
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
     documents_BT, ends_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    positions_BT3 = np.zeros((*shape, AXES), dtype=np.int64)
     seen, generated = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for index, row in enumerate(rows.tolist()):
         row_sequence = sequence_of(source.index, source.rows, row, left_out)
@@ -140,7 +142,7 @@ def _sample_arrays(
             row_sequence.labels_T,
             row_sequence.starts_T,
         )
-        ends_BT[index] = row_sequence.image_ends_T
+        ends_BT[index], positions_BT3[index] = row_sequence.image_ends_T, row_sequence.axis_positions_T3
         in_row = row_sequence.image_places
         seen.append(np.where(in_row < 0, -1, in_row + index * sequence))
         generated.append(row_sequence.condition_places + index * sequence)
@@ -151,6 +153,7 @@ def _sample_arrays(
             "positions": np.tile(np.arange(sequence, dtype=np.int64), (len(rows), 1)),
             "documents": documents_BT,
             "image_ends": ends_BT,
+            "axis_positions": positions_BT3,
             "rows": np.arange(first, first + len(rows), dtype=np.int64),
             "image_places": np.concatenate(seen)[None],
             "condition_places": np.concatenate(generated)[None],

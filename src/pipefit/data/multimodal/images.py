@@ -73,15 +73,20 @@ class ImageRule:
     "Whether the start token has no place in the sequence of the language model."
     end_token: bool = False
     "Whether an extra token without pixels follows every image (LLaVA's newline)."
+    window: int = 0
+    """If above 0, encoders get the patches window by window, each of at most this many patches a side, and row by row
+    within a window. Else row by row."""
 
     def __post_init__(self) -> None:
         """Raises DataError for sizes that give no patches."""
-        if self.patch < 1 or self.max_patches < 1 or self.side < 0 or self.side % self.patch:
+        if self.patch < 1 or self.max_patches < 1 or self.side < 0 or self.side % self.patch or self.window < 0:
             raise DataError(
                 "Images cannot be cut into such patches.",
                 where="image rule",
-                seen=f"patches of {self.patch} pixels, at most {self.max_patches}, side {self.side}",
-                allowed="a patch and a number of patches of at least 1; a side that is a multiple of the patch, or 0",
+                seen=f"patches of {self.patch} pixels, at most {self.max_patches}, side {self.side}, "
+                f"window {self.window}",
+                allowed="a patch and a number of patches of at least 1; a side that is a multiple of the patch, or 0; "
+                "a window of at least 0 patches",
             )
 
     @property
@@ -98,6 +103,23 @@ class ImageRule:
         """Return the number of tokens of an image of this size."""
         rows, columns = self.patch_grid(width, height)
         return rows * columns + self.start_token + self.end_token
+
+    def patch_order(self, width: int, height: int) -> NDArray[np.int64]:
+        """Return the patches of an image of this size, numbered row by row, in the order of the encoder."""
+        rows, columns = self.patch_grid(width, height)
+        number = np.arange(rows * columns, dtype=np.int64)
+        if not self.window:
+            return number
+        row, column = np.divmod(number, columns)
+        return np.lexsort((column, row, column // self.window, row // self.window))
+
+    def token_order(self, width: int, height: int) -> NDArray[np.int64]:
+        """Return the tokens of an image of this size in the order of the encoder, numbered as in the sequence of the
+        language model; a start token that is none of it is -1."""
+        order = self.patch_order(width, height) + int(self.start_token) - self.dropped_tokens
+        first = [-1 if self.drops_start else 0] if self.start_token else []
+        last = [order.size + len(first) - self.dropped_tokens] if self.end_token else []
+        return np.array([*first, *order, *last], dtype=np.int64)
 
     def patch_grid(self, width: int, height: int) -> tuple[int, int]:
         """Return (rows, columns) of patches of an image of this size: at least one, at most `max_patches` in all."""
@@ -130,7 +152,8 @@ def _decoded_size(path: Path, check: bool) -> ImageSize:
 
 
 def read_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
-    """Return (tokens, channels * patch * patch) uint8, row by row; within a patch by channel, then row, then column.
+    """Return (tokens, channels * patch * patch) uint8, in the rule's order; within a patch by channel, then row, then
+    column.
 
     The start and end tokens, if there are any, are zeros. Raises BrokenImageError if the file is no longer an image or
     its size differs from `indexed`, and MemoryError.
@@ -157,7 +180,8 @@ def _decode_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[
         pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
     if (seen_bytes := os.path.getsize(path)) != file_bytes:
         raise BrokenImageError(f"another file: {seen_bytes} bytes where {file_bytes} were indexed")
-    return _add_tokens(to_patches(pixels_HWC, rule.patch), rule)
+    patches = to_patches(pixels_HWC, rule.patch)
+    return _add_tokens(patches[rule.patch_order(width, height)] if rule.window else patches, rule)
 
 
 def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
@@ -171,7 +195,7 @@ def grid_places(width: int, height: int, rule: ImageRule) -> NDArray[np.int64]:
     """Return (tokens, 4): row, column, rows, columns of every patch; row -1 is the start token, row -2 the end
     token."""
     rows, columns = rule.patch_grid(width, height)
-    row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
+    row, column = np.divmod(rule.patch_order(width, height), columns)
     if rule.start_token:
         row, column = np.append(-1, row), np.append(0, column)
     if rule.end_token:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,9 @@ from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, SampleIndex
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import NO_ROW
+
+AXES = 3
+"""Axes of rotary positions: time, row and column."""
 
 NO_SAMPLES: frozenset[int] = frozenset()
 """The empty set: no sample is left out."""
@@ -41,11 +44,13 @@ class RowSequence(NamedTuple):
     starts_T: Ints
     "Start position of each token's sample."
     image_places: Ints
-    "Positions of the input patches, in order; -1 for a start token without one."
+    "Positions of the input patches, in the order of the encoder; -1 for a start token without one."
     condition_places: Ints
     "Positions of the generated latent patches, in order."
     image_ends_T: Ints
     "The last position that each token sees: the end of its run of input patches, or its own."
+    axis_positions_T3: Ints
+    "Rotary positions on three axes, time, row and column (`axis_positions`)."
 
 
 def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[int] = NO_SAMPLES) -> RowSequence:
@@ -54,8 +59,9 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
     tokens_T, labels_T = np.zeros(sequence, dtype=np.int64), np.full(sequence, IGNORE, dtype=np.int64)
     starts_T = np.zeros(sequence, dtype=np.int64)
     places: dict[int, list[Ints]] = {IMAGE: [np.zeros(0, np.int64)], GENERATE: [np.zeros(0, np.int64)]}
-    dropped = {IMAGE: index.image_rule(IMAGE).dropped_tokens, GENERATE: 0}
-    image_T = np.zeros(sequence, dtype=np.bool_)
+    rule = index.image_rule(IMAGE)
+    dropped = {IMAGE: rule.dropped_tokens, GENERATE: 0}
+    image_T, grids = np.zeros(sequence, dtype=np.bool_), dict[int, tuple[int, int]]()
     offset = 0
     for sample in samples_of(rows, row, left_out):
         begin = offset
@@ -63,8 +69,12 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
             stop = offset + count - dropped.get(kind, 0)
             if kind in places:
                 tokens_T[offset:stop] = _placeholder_token(index, kind)
-                places[kind] += [np.full(dropped[kind], -1), np.arange(offset, stop, dtype=np.int64)]
-                image_T[offset:stop] = kind == IMAGE
+                order = np.arange(count, dtype=np.int64)
+                if kind == IMAGE:
+                    size = index.images[first].tolist()[:2]
+                    order = rule.token_order(*size)
+                    image_T[offset:stop], grids[offset] = True, rule.patch_grid(*size)
+                places[kind].append(np.where(order < 0, order, order + offset))
             else:
                 tokens_T[offset:stop] = index.tokens[first : first + count]
             if kind in (TEXT, END):
@@ -73,7 +83,25 @@ def sequence_of(index: SampleIndex, rows: SampleRows, row: int, left_out: Set[in
             offset = stop
         starts_T[begin:] = begin
     image_places, condition_places = (np.concatenate(places[kind]) for kind in (IMAGE, GENERATE))
-    return RowSequence(tokens_T, labels_T, starts_T, image_places, condition_places, run_ends(image_T))
+    return RowSequence(
+        tokens_T, labels_T, starts_T, image_places, condition_places, run_ends(image_T), axis_positions(sequence, grids)
+    )
+
+
+def axis_positions(sequence: int, grids: Mapping[int, tuple[int, int]]) -> Ints:
+    """Return (T, 3), the positions of M-RoPE (Wang et al., 2024, section 2.1) for images of one frame.
+
+    `grids`: first token of an image -> its rows and columns of patches, which follow each other row by row. A text
+    token is one position further than the largest position before it.
+    """
+    positions_T3 = np.repeat(np.arange(sequence, dtype=np.int64)[:, None], AXES, axis=1)
+    for first in sorted(grids):
+        rows, columns = grids[first]
+        start, stop = positions_T3[first, 0], first + rows * columns
+        row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
+        positions_T3[first:stop] = start + np.stack([np.zeros_like(row), row, column], axis=1)
+        positions_T3[stop:] = start + max(rows, columns) + np.arange(sequence - stop, dtype=np.int64)[:, None]
+    return positions_T3
 
 
 def run_ends(inside_T: NDArray[np.bool_]) -> Ints:

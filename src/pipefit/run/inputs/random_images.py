@@ -108,6 +108,8 @@ class RandomImages:
                 value = torch.tensor(starts, dtype=torch.int64).view(1, -1)
             elif name in ("positions", "image_ends"):
                 value = torch.arange(job.sequence).expand(len(places), -1).contiguous()
+            elif name == "axis_positions":
+                value = torch.arange(job.sequence).view(1, -1, 1).repeat(len(places), 1, tensor.shape[-1])
             else:
                 value = self._random_tensor(tensor, sizes, generator)
             if tensor.role == "data":
