@@ -28,6 +28,7 @@ class Sample:
     labels: Tensor
     image_places: Tensor
     image_ends: Tensor
+    axis_positions: Tensor
     condition_places: Tensor
     seen: Sequence[Mapping[str, Tensor]]
     generated: Sequence[Mapping[str, Tensor]]
@@ -75,11 +76,16 @@ def make_sample(
     for run in places[: len(looked)]:
         ends[run] = run[-1]
     absent = torch.full((dropped,), -1)
+    ordered = places[: len(looked)]
+    if config.vision is not None and config.vision.window:  # the encoder gets the patches of an image by windows
+        grids = [image["grid"].unbind(1) for image in looked]
+        ordered = [run[row * columns + column] for run, (row, column, _, columns) in zip(places, grids, strict=False)]
     return Sample(
         tokens=tokens,
         labels=labels,
-        image_places=torch.cat([empty, *(part for run in places[: len(looked)] for part in (absent, run))]),
+        image_places=torch.cat([empty, *(part for run in ordered for part in (absent, run))]),
         image_ends=ends,
+        axis_positions=_axis_positions(length, {int(run[0]): size for run, size in zip(places, seen, strict=False)}),
         condition_places=torch.cat([empty, *places[len(looked) :]]),
         seen=looked,
         generated=drawn,
@@ -90,6 +96,8 @@ def _seen(config: MultimodalConfig, size: tuple[int, int], generator: torch.Gene
     vision = config.vision
     assert vision is not None
     grid = grid_of(*size)
+    if vision.window:
+        grid = torch.tensor(sorted(grid.tolist(), key=lambda g: [g[0] // vision.window, g[1] // vision.window, *g]))
     pixels = torch.randint(0, 256, (len(grid), vision.cell_features), generator=generator, dtype=torch.uint8)
     if vision.start_token:
         grid = torch.cat((torch.tensor([[-1, 0, *size]]), grid))
@@ -98,6 +106,16 @@ def _seen(config: MultimodalConfig, size: tuple[int, int], generator: torch.Gene
         grid = torch.cat((grid, torch.tensor([[-2, 0, *size]])))
         pixels = torch.cat((pixels, torch.zeros_like(pixels[:1])))
     return {"pixels": pixels, "grid": grid}
+
+
+def _axis_positions(length: int, images: Mapping[int, tuple[int, int]]) -> Tensor:
+    """Token by token: the positions of M-RoPE of a sequence with images of (rows, columns) at these places."""
+    positions, behind = list[list[int]](), 0
+    while len(positions) < length:
+        rows, columns = images.get(len(positions), (1, 1))
+        positions += [[behind, behind + row, behind + column] for row in range(rows) for column in range(columns)]
+        behind += max(rows, columns)
+    return torch.tensor(positions)
 
 
 def _generated(config: MultimodalConfig, size: tuple[int, int], generator: torch.Generator) -> dict[str, Tensor]:
@@ -124,6 +142,7 @@ def batch_of(config: MultimodalConfig, samples: Sequence[Sample], dtype: torch.d
         "labels": torch.stack([sample.labels for sample in samples]),
         "positions": torch.arange(length).expand(len(samples), -1).contiguous(),
         "image_ends": torch.stack([sample.image_ends for sample in samples]),
+        "axis_positions": torch.stack([sample.axis_positions for sample in samples]),
     }
     for name in ("image_places", "condition_places"):
         places = [getattr(sample, name) for sample in samples]

@@ -28,6 +28,12 @@ GEMMA = {**TEXT, "hidden_size": 16, "head_dim": 8, "query_pre_attn_scalar": 8}
 "The root of the hidden size is a number of float32: the class keeps it as such."
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "sliding_window": 7, "num_hidden_layers": 3,
           "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}  # fmt: skip
+QWEN_VISION = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 3, "patch_size": PATCH,
+               "window_size": 4 * PATCH, "fullatt_block_indexes": [1], "out_hidden_size": 32}  # fmt: skip
+QWEN2_VISION = {"depth": 2, "embed_dim": 24, "mlp_ratio": 2, "num_heads": 3, "patch_size": PATCH,
+                "hidden_size": 32}  # fmt: skip
+QWEN_SIZES = [[(2, 3)], [(3, 3), (2, 1)], []]
+"Rows and columns of tokens: images of other sizes, with windows of 2 x 2 tokens that they do not fill."
 
 MODELS: Mapping[str, dict[str, Any]] = {
     "llava": {"model_type": "llava", "vision_config": CLIP, "text_config": {**TEXT, "model_type": "llama"},
@@ -51,6 +57,10 @@ MODELS: Mapping[str, dict[str, Any]] = {
                        "text_config": {**TEXT, "model_type": "llama"}, "image_token_id": IMAGE_TOKEN},
     "gemma3": {"model_type": "gemma3", "vision_config": SIGLIP, "text_config": GEMMA3,
                "image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4},
+    "qwen2_vl": {"model_type": "qwen2_vl", "vision_config": QWEN2_VISION, "image_token_id": IMAGE_TOKEN,
+                 "text_config": {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}},
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl", "vision_config": QWEN_VISION, "image_token_id": IMAGE_TOKEN,
+                   "text_config": {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}},
 }  # fmt: skip
 
 
@@ -74,7 +84,7 @@ def sample_batch(typed: MultimodalConfig, first: int = 0, count: int = 2) -> Bat
     """Return samples with one, two and no images of the size of the table, from number `first` on."""
     assert typed.vision is not None
     side = typed.vision.grid_side // typed.vision.merge
-    images = [[(side, side)], [(side, side)] * 2, []]
+    images = [[(side, side)], [(side, side)] * 2, []] if side else QWEN_SIZES
     samples = [make_sample(typed, 44, images[seed % 3], [], seed) for seed in range(first, first + count)]
     batch = batch_of(typed, samples)
     tokens = batch["language"]["tokens"]
@@ -87,8 +97,11 @@ def loss_of_theirs(model: Any, typed: MultimodalConfig, batch: Batch) -> Tensor:
     language = batch["language"]
     tokens, places = language["tokens"].clone(), language["image_places"][0]
     tokens.view(-1)[places[places >= 0]] = IMAGE_TOKEN
-    images = pixel_values(typed, batch["vision"])
+    images = pixel_values(typed, batch["vision"]) if not typed.model_type.startswith("qwen") else torch.empty(0)
     inputs: dict[str, Any] = {"input_ids": tokens, "pixel_values": images}
+    if typed.model_type.startswith("qwen"):
+        inputs |= qwen_inputs(typed, batch["vision"])
+        inputs["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).int()
     if typed.model_type == "llava_onevision":
         # As the images of a sample that has several: at the base resolution, without tiles.
         side = images.shape[-1]
@@ -111,6 +124,25 @@ def pixel_values(typed: MultimodalConfig, fed: Mapping[str, Tensor]) -> Tensor:
     tiles = squares.view(-1, count, count, vision.num_channels, square, square).permute(0, 3, 1, 4, 2, 5)
     side = count * square
     return (tiles.reshape(-1, vision.num_channels, side, side).double() - 127.5) / 127.5
+
+
+def qwen_inputs(typed: MultimodalConfig, fed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the normalised patches of packed squares, square by square and twice each, and the sizes of images in
+    patches."""
+    vision = typed.vision
+    assert vision is not None
+    patches, sizes = [torch.zeros(0, vision.patch_features, dtype=torch.float64)], list[list[int]]()
+    for start in fed["documents"][0].unique().tolist():
+        grid = fed["grid"][0][fed["documents"][0] == start]
+        order = sorted(range(len(grid)), key=lambda i: grid[i, :2].tolist())
+        squares = fed["pixels"][0, start : start + len(grid)][order].double()
+        side, patch = vision.merge, vision.patch_size
+        squares = squares.view(-1, vision.num_channels, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5) / 255
+        mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (vision.image_mean, vision.image_std))
+        normalised = ((squares - mean) / std).unsqueeze(4).expand(-1, -1, -1, -1, vision.frames, -1, -1)
+        patches.append(normalised.reshape(-1, vision.patch_features))
+        sizes.append([1, int(grid[0, 2]) * side, int(grid[0, 3]) * side])
+    return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(sizes).view(-1, 3)}
 
 
 def save_gradients(model: Any, directory: Path) -> None:

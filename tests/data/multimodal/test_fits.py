@@ -118,6 +118,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
             "The index and the model disagree on the tokens of images",
             "without a start token",
         ),
+        (
+            {"window": 2},
+            {},
+            "The index and the model disagree on the tokens of images",
+            "with a start token, in windows of 2 x 2 patches",
+        ),
         ({}, {"image_token": 260}, "The placeholder id of images is outside the model's vocabulary.", "260"),
         ({}, {"generation_token": 999}, "The placeholder id of images is outside the model's vocabulary.", "999"),
     ],

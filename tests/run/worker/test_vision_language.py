@@ -16,7 +16,7 @@ from pipefit.model.weights.files import WeightFiles
 from pipefit.plan.check.rules import check_plan
 
 EXACT = 1e-9
-QUICK = [(name, "one device each") for name in ("llava", "llava_onevision", "internvl", "gemma3")]
+QUICK = [(name, "one device each") for name in ("llava", "llava_onevision", "internvl", "gemma3", "qwen2_5_vl")]
 MORE = [
     ("internvl, rms", "one device each, recomputed"),
     ("gemma3", "one device each, recomputed"),
@@ -24,6 +24,9 @@ MORE = [
     ("gemma3", "two shards each, split tokens"),
     ("llava_onevision", "two shards each, split tokens"),
     ("internvl", "two replicas of vision"),
+    ("qwen2_5_vl", "one device each, recomputed"),
+    ("qwen2_5_vl", "two shards each, split tokens"),
+    ("qwen2_5_vl", "two replicas of vision"),
 ]
 
 

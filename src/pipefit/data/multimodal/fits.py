@@ -96,15 +96,17 @@ def sample_requirements(config: MultimodalConfig) -> SampleRequirements:
 
 
 def image_rule_of(vision: VisionConfig, one_size: bool) -> ImageRule:
-    """Return the conversion of images for an encoder; `one_size`: to the size of its table of positions."""
+    """Return the conversion of images for an encoder; `one_size`: to the size of its table of positions. Without a
+    table, images have any size."""
     side = vision.grid_side // vision.merge
     return ImageRule(
         patch=vision.cell_side,
-        max_patches=side**2,
+        max_patches=side**2 or ImageRule().max_patches,
         side=side * vision.cell_side if one_size else 0,
         start_token=vision.start_token,
         drops_start=vision.drops_start,
         end_token=vision.end_token,
+        window=vision.window,
     )
 
 
@@ -182,12 +184,12 @@ def check_index(model: Model, index: SampleIndex, rows: SampleRows) -> None:
 
 
 def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows) -> None:
-    """Check start and end tokens and token ids, which the input widths do not show."""
+    """Check start and end tokens, the order of patches and token ids, which the input widths do not show."""
     rule = index.image_rule(IMAGE)
     wanted = found.images
     if wanted is not None and rows.counts[PATCHES].any() and _extra_tokens(rule) != _extra_tokens(wanted):
         raise DataError(
-            "The index and the model disagree on the tokens of images that are not patches.",
+            "The index and the model disagree on the tokens of images.",
             where=str(index.folder),
             seen=_extra_tokens(rule),
             allowed=_extra_tokens(wanted),
@@ -207,11 +209,12 @@ def _check_rules(found: SampleRequirements, index: SampleIndex, rows: SampleRows
 
 
 def _extra_tokens(rule: ImageRule) -> str:
-    """Return the start and the end token of an image in words."""
+    """Return the start token, the end token and the order of patches of an image in words."""
     start = "without a start token"
     if rule.start_token:
         start = "with a start token" + (" outside of the sequence" if rule.drops_start else "")
-    return f"{start}{', with an end token' if rule.end_token else ''}"
+    windows = f", in windows of {rule.window} x {rule.window} patches" if rule.window else ""
+    return f"{start}{', with an end token' if rule.end_token else ''}{windows}"
 
 
 def data_inputs(model: Model, layers: Iterable[Layer]) -> dict[str, TensorSpec]:

@@ -87,6 +87,33 @@ def apply_rotary(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]
     return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
 
 
+class AxisRotary(OperatorModule):
+    """Rotary embedding of q or k (B,T,H,K) by several positions of a token (B,T,A). `rotary["axes"]` names for each
+    pair of features the position that turns it."""
+
+    kind = "rotary"
+
+    def __init__(self, rotary: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.rotary = dict(rotary)
+
+    def operator_attributes(self) -> dict[str, Any]:
+        return self.rotary
+
+    def forward(self, x_BTHK: Tensor, positions_BTA: Tensor) -> Tensor:
+        return rotate_axes(x_BTHK, positions_BTA, self.rotary)
+
+
+def rotate_axes(x: Tensor, positions: Tensor, rotary: Mapping[str, Any]) -> Tensor:
+    """x (...,H,K) whose pairs i and i + K/2 turn by the position (...,A) of their axis."""
+    values, factor = rotary_frequencies(rotary)
+    frequency_P = torch.tensor(values, dtype=statistics_dtype(x.dtype), device=x.device)
+    angle = (positions[..., list(rotary["axes"])].to(frequency_P.dtype) * frequency_P).unsqueeze(-2)
+    cos, sin = (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 def constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant vector, cached per device outside of export and compilation."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.vision_language import CLIP, GEMMA3, INTERNVIT, MODELS, SIGLIP, TEXT, VISION
+from tests.support.vision_language import (
+    CLIP,
+    GEMMA3,
+    INTERNVIT,
+    MODELS,
+    QWEN2_VISION,
+    QWEN_VISION,
+    SIGLIP,
+    TEXT,
+    VISION,
+)  # fmt: skip
 
 from pipefit.data.multimodal.fits import sample_requirements
 from pipefit.errors import ModelError, UnsupportedModelError
@@ -33,7 +43,7 @@ def test_a_published_model_has_the_parameters_of_its_class(name: str) -> None:
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):
         theirs = transformers.AutoModelForImageTextToText.from_config(config)
-    clip = fields["vision_config"]["model_type"] == "clip_vision_model"
+    clip = fields["vision_config"].get("model_type") == "clip_vision_model"
     named = {id(parameter): (key, parameter.numel()) for key, parameter in theirs.named_parameters()}
     expected = sum(size for key, size in named.values() if not (clip and any(part in key for part in BEHIND)))
     described = describe_config(PUBLISHED[name], name, name)
@@ -46,7 +56,7 @@ def test_a_published_model_has_the_parameters_of_its_class(name: str) -> None:
     assert abs(sum(ours.values()) - expected) <= 1e-6 * expected and expected > 7e9
 
 
-@pytest.mark.parametrize("name", ["llava_onevision", "gemma3"])
+@pytest.mark.parametrize("name", ["llava_onevision", "gemma3", "qwen2_vl", "qwen2_5_vl"])
 def test_it_is_captured_as_two_modules(name: str) -> None:
     described = describe_config(MODELS[name], "m", "config")
     model = capture_family(described.family, described.config)
@@ -67,6 +77,30 @@ def test_images_have_the_size_of_the_encoder(name: str, tokens: int, patch: int)
     typed: Any = typed_config("multimodal", describe_config(MODELS[name], "m", "config").config)
     rule = sample_requirements(typed).images
     assert rule is not None and (rule.token_count(1000, 20), rule.patch, rule.side) == (tokens, patch, 16)
+
+
+@pytest.mark.parametrize(("name", "window"), [("qwen2_vl", 0), ("qwen2_5_vl", 2)])
+def test_images_of_qwen_have_any_size_and_are_ordered_by_windows(name: str, window: int) -> None:
+    typed: Any = typed_config("multimodal", describe_config(MODELS[name], "m", "config").config)
+    rule = sample_requirements(typed).images
+    assert rule is not None and (rule.patch, rule.side, rule.window, rule.max_patches) == (8, 0, window, 1024)
+    assert rule.patch_grid(24, 17) == (2, 3)
+    assert rule.patch_order(24, 17).tolist() == ([0, 1, 3, 4, 2, 5] if window else [*range(6)])
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_qwen_leaves_out_what_is_as_in_transformers(name: str) -> None:
+    """The language model beside the encoder, or in a part of its own; its base of frequencies and the encoder's
+    sizes."""
+    text = {**TEXT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    older = describe_config({"model_type": name, **text, "vision_config": {}}, "m", "config").config
+    assert older == describe_config({"model_type": name, "text_config": text}, "m", "config").config
+    typed: Any = typed_config("multimodal", older)
+    vision, rotary = typed.vision, typed.language.decoder.rotary[0]
+    assert (vision.num_hidden_layers, vision.merge, vision.frames, vision.patch_size) == (32, 2, 2, 14)
+    assert (vision.window, vision.full_layers) == ((4, (7, 15, 23, 31)) if name == "qwen2_5_vl" else (0, ()))
+    assert rotary["theta"] == 1e6 and rotary["axes"] == [0] * 16 + [1] * 24 + [2] * 24
+    assert typed.language.decoder.norm.eps == 1e-5
 
 
 def test_frozen_parts_and_loss_weights_may_stand_beside_the_words_of_transformers() -> None:
@@ -134,6 +168,30 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "'use_bidirectional_attention'",
         "True",
     ),
+    ("qwen2_vl", {"vision_config": SIGLIP}, "A part of a Qwen-VL is of another type", "siglip_vision_model"),
+    (
+        "qwen2_5_vl",
+        {"text_config": {**TEXT, "model_type": "llama"}},
+        "is of another type",
+        "text_config, model_type 'llama'",
+    ),
+    ("qwen2_5_vl", {"text_config": "qwen2"}, "'text_config' of the configuration has a wrong value", "'qwen2'"),
+    ("qwen2_vl", {"vision_config": {**QWEN2_VISION, "hidden_size": 48}}, "another width than the language model", "48"),
+    ("qwen2_5_vl", {"vision_config": {**QWEN_VISION, "num_heads": 4}}, "turn pairs of a head's features", "6 features"),
+    ("qwen2_5_vl", {"vision_config": {**QWEN_VISION, "window_size": 7}}, "'window_size'", "7"),
+    (
+        "qwen2_5_vl",
+        {"vision_config": {**QWEN_VISION, "fullatt_block_indexes": [-1]}},
+        "'fullatt_block_indexes'",
+        "[-1]",
+    ),
+    ("qwen2_vl", {"text_config": {**TEXT, "rope_scaling": {"mrope_section": [1, 3]}}}, "'mrope_section'", "[1, 3]"),
+    (
+        "qwen2_vl",
+        {"text_config": {**TEXT, "rope_scaling": {"mrope_section": [1, 1, 1]}}},
+        "'mrope_section'",
+        "[1, 1, 1]",
+    ),
 ]
 
 
@@ -153,10 +211,9 @@ def test_a_configuration_that_is_not_read_is_one_clear_error(
         resolve_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_the_vision_language_models_of_qwen_are_refused_with_their_parts(model_type: str) -> None:
+def test_a_qwen3_vl_is_refused_with_its_parts() -> None:
     with pytest.raises(ModelError) as error:
-        describe_config({"model_type": model_type, "vision_config": {}, "text_config": {}}, "m", "config.json")
+        describe_config({"model_type": "qwen3_vl", "vision_config": {}, "text_config": {}}, "m", "config.json")
     text = error.value.full_text()
-    assert f"'{model_type}', which has" in text and "three rotary positions" in text
-    assert "config.json, model_type" in text and "gemma3, internvl, llava, llava_onevision" in text
+    assert "'qwen3_vl', which has features of three encoder layers" in text
+    assert "config.json, model_type" in text and "gemma3, internvl, llava, llava_onevision, qwen2_5_vl" in text

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pipefit.model.families.common import TokenLoss, apply_rotary, name_layer
+from pipefit.model.families.common import AxisRotary, TokenLoss, apply_rotary, name_layer
 from pipefit.model.families.decoder.attention import AlibiFeatures, make_scores
 from pipefit.model.families.decoder.latent import LatentAttention
 from pipefit.model.families.decoder.mlp import make_mlp
@@ -59,7 +59,8 @@ class PositionEmbed(DecoderEmbed):
 
 
 class DecoderAttention(nn.Module):
-    """Grouped-query attention with rotary positions; norms on q and k, biases and a window by options."""
+    """Grouped-query attention with rotary positions; norms on q and k, biases and a window by options. Positions are
+    (B,T), or (B,T,3) for rotary positions on three axes."""
 
     def __init__(self, options: DecoderOptions, layer: int) -> None:
         super().__init__()
@@ -75,15 +76,18 @@ class DecoderAttention(nn.Module):
         self.norm_first = options.qk_norm == "projection"
         self.head_dim = dim
         self.rotary = options.rotary[layer]
+        self.turn = AxisRotary(self.rotary) if self.rotary is not None and options.has_axes else None
 
-    def forward(self, x_BTD: Tensor, positions_BT: Tensor, *ends_BT: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: Tensor, *ends_BT: Tensor) -> Tensor:
         q_BTHK = self._split_heads(self.q_proj(x_BTD), self.q_norm)
         k_BTGK = self._split_heads(self.k_proj(x_BTD), self.k_norm)
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.rotary is not None:
-            q_BTHK, k_BTGK = (apply_rotary(t, positions_BT, self.rotary) for t in (q_BTHK, k_BTGK))
+        if self.turn is not None:
+            q_BTHK, k_BTGK = (self.turn(t, positions) for t in (q_BTHK, k_BTGK))
+        elif self.rotary is not None:
+            q_BTHK, k_BTGK = (apply_rotary(t, positions, self.rotary) for t in (q_BTHK, k_BTGK))
         if self.position_scores is not None:
-            q_BTHK, k_BTGK = self.position_scores(q_BTHK, k_BTGK, positions_BT)
+            q_BTHK, k_BTGK = self.position_scores(q_BTHK, k_BTGK, positions)
         return self.o_proj(self.attention(q_BTHK, k_BTGK, v_BTGK, *ends_BT).flatten(-2))
 
     def _split_heads(self, projected: Tensor, norm: nn.Module) -> Tensor:
@@ -135,6 +139,15 @@ class ImageBlock(DecoderBlock):
         return self.transform(x, positions, image_ends)
 
 
+class AxisBlock(DecoderBlock):
+    """A decoder layer with rotary positions on three axes: axis_positions (B,T,3), time, row and column."""
+
+    data_inputs = (TensorSpec(name="axis_positions", shape=("B", "T", 3), dtype="int64", role="data"),)
+
+    def forward(self, x: Tensor, axis_positions: Tensor) -> Tensor:  # type: ignore[override]
+        return self.transform(x, axis_positions)
+
+
 class DecoderHead(nn.Module):
     """x (B,T,D) -> logits (B,T,V): the final norm and the output projection. A scale of logits is applied to x, which
     is smaller."""
@@ -161,7 +174,7 @@ def build(config: DecoderSource) -> list[nn.Module]:
     if options.tied:
         head.lm_head.weight = embed.embed_tokens.weight
     output = TOKEN_TABLE if options.tied else OUTPUT_TABLE
-    block = ImageBlock if options.sees_images else DecoderBlock
+    block = ImageBlock if options.sees_images else AxisBlock if options.has_axes else DecoderBlock
     return [
         name_layer(embed, "embed", "model."),
         *(_name_block(block(options, i), i) for i in range(options.layers)),

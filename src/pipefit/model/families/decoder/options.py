@@ -151,3 +151,8 @@ class DecoderOptions:
     "Whether the output projection is the table of tokens."
     padding: int | None = None
     "The token whose row of the table gets no gradient from the embedding."
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether rotary positions are on three axes: time, row and column of an image."""
+        return any("axes" in rotary for rotary in self.rotary if rotary is not None)

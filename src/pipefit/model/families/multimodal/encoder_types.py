@@ -56,6 +56,15 @@ _INTERNVL = _VIT | {
     "scale1": "lambda_1",
     "scale2": "lambda_2",
 }
+_QWEN = {
+    "embed.patch": "patch_embed.proj",
+    "norm": "merger.ln_q",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "attention.o_proj": "attn.proj",
+}
+_QWEN_FIELDS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
+_CLIP_COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,16 @@ class EncoderType:
     input_norm: bool = False
     "Whether a norm follows the embedding."
     patch_bias: bool = True
+    rotary: bool = False
+    "Whether rows and columns of patches are rotary positions, instead of a learned table."
+    rms_norms: bool = False
+    "Whether the norms of the layers are RMS norms."
+    gated: bool = False
+    "Whether the MLP is fc2(activation(gate(x)) * fc1(x)) instead of fc2(activation(fc1(x)))."
+    fused: str = ""
+    "The module of files with queries, keys and values in this order ('': each has its own)."
+    fields: Mapping[str, str] = field(default_factory=dict)
+    "Field of the configuration -> its name in a config.json, if that is another one."
     layer_scale: bool = False
     "Whether each branch is multiplied by a learned vector."
     unused_parts: Mapping[str, Any] = field(default_factory=dict)
@@ -125,6 +144,39 @@ ENCODER_TYPES: Mapping[str, EncoderType] = {
             "num_attention_heads": 16,
             "image_size": 448,
             "patch_size": 14,
+        },
+    ),
+    "qwen2_vl_vision": EncoderType(
+        layers="blocks",
+        names=_QWEN | {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"},
+        activation="quick_gelu",
+        eps=1e-6,
+        patch_bias=False,
+        rotary=True,
+        fused="attn.qkv",
+        fields=_QWEN_FIELDS | {"hidden_size": "embed_dim"},
+        sizes=_CLIP_COLOURS | {"embed_dim": 1280, "depth": 32, "num_heads": 16, "patch_size": 14},
+    ),
+    "qwen2_5_vl_vision": EncoderType(
+        layers="blocks",
+        names=_QWEN | {"mlp.gate": "mlp.gate_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
+        activation="silu",
+        eps=1e-6,
+        patch_bias=False,
+        rotary=True,
+        rms_norms=True,
+        gated=True,
+        fused="attn.qkv",
+        fields=_QWEN_FIELDS,
+        sizes=_CLIP_COLOURS
+        | {
+            "hidden_size": 3584,
+            "intermediate_size": 3420,
+            "depth": 32,
+            "num_heads": 16,
+            "patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
         },
     ),
 }

@@ -51,6 +51,18 @@ class JointParts:
     names: JointNames = field(default_factory=JointNames)
 
 
+_QWEN_VL_TEXT = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "max_position_embeddings": 32768,
+}
+
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
         "hidden_size": 4096,
@@ -67,6 +79,8 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 32,
         "vocab_size": 151936,
     },
+    "qwen2_vl_text": _QWEN_VL_TEXT,
+    "qwen2_5_vl_text": _QWEN_VL_TEXT,
     "gemma3_text": {
         "hidden_size": 2304,
         "intermediate_size": 9216,

@@ -21,6 +21,8 @@ class JointNames:
     "Parameter of the projector -> its tensor, without the prefix; all others have pipefit's name."
     root_parts: Mapping[str, str] = field(default_factory=dict)
     "Parameter of the projector -> its tensor that stands beside the modules."
+    decoder: str = "model."
+    "What the layers of the language model begin with, behind its prefix."
     inner: str = "model."
     "What stands before the prefixes in files with the names that the modules have in memory."
     towers: tuple[str, ...] = ("vision_model.",)
@@ -47,8 +49,10 @@ class JointNames:
 
     def _language_tensor(self, block: WeightTensor) -> WeightTensor:
         plain = block.name.removeprefix("model.")
-        in_memory = plain if plain == block.name else f"{self.inner}{self.language}{plain}"
-        return dataclasses.replace(block, name=f"{self.language}{block.name}", further_names=(in_memory,))
+        if plain == block.name:
+            return dataclasses.replace(block, name=f"{self.language}{plain}", further_names=(plain,))
+        in_memory = f"{self.inner}language_model.{plain}"
+        return dataclasses.replace(block, name=f"{self.language}{self.decoder}{plain}", further_names=(in_memory,))
 
     def _with_prefix(self, block: WeightTensor, prefix: str) -> WeightTensor:
         name = f"{prefix}{block.name}"

@@ -70,9 +70,9 @@ def _vision_layers(config: MultimodalConfig) -> list[nn.Module]:
     encoder = config.vision
     norm = {f"norm.{end}": f"vision.norm.{end}" for end in ("weight", "bias")}
     return [
-        name_layer(vision.VisionEmbed(encoder), "vision.embed", "vision.embed."),
+        name_layer(vision.make_embed(encoder), "vision.embed", "vision.embed."),
         *(
-            name_layer(vision.VisionBlock(encoder), f"vision.layers.{i}", f"vision.layers.{i}.")
+            name_layer(vision.make_block(encoder, i), f"vision.layers.{i}", f"vision.layers.{i}.")
             for i in range(encoder.num_hidden_layers)
         ),
         name_layer(

@@ -13,15 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipefit.model.families.common import OperatorModule, statistics_dtype
+from pipefit.model.families.common import OperatorModule, rotate_axes, statistics_dtype
 from pipefit.model.ops.fourier_features import fourier_frequencies
 
 
 class PatchCells(NamedTuple):
-    """Patches of a token, and first and last patches of an image that take no part in attention."""
+    """Patches of a token, first and last patches of an image that take no part in attention, and the side in tokens of
+    the windows of attention (0: none)."""
 
     patches: int = 1
     unused: tuple[int, int] = (0, 0)
+    window: int = 0
 
 
 ONE_PATCH = PatchCells()
@@ -32,23 +34,26 @@ class PackedAttention(OperatorModule):
     """softmax(q k^T / sqrt(K)) v over the patches of the same image, in both directions.
 
     A token may stand for several patches: q, k, v (B, T, patches, H, K). `unused` are first and last patches of an
-    image that take no part: those that fill a start token, and an end token.
+    image that take no part: those that fill a start token, and an end token. With `window`, patches attend within
+    windows of that many tokens a side; tokens of a window follow each other, and `grid` names their rows and columns.
     """
 
     kind = "packed_attention"
 
     def __init__(self, scale: float, cells: PatchCells = ONE_PATCH) -> None:
         super().__init__()
-        self.scale, self.patches, self.unused = scale, cells.patches, cells.unused
+        self.scale, self.patches, self.unused, self.window = scale, *cells
 
     def operator_attributes(self) -> dict[str, Any]:
         unused = {"unused": list(self.unused)} if any(self.unused) else {}
-        return {"scale": self.scale, **unused}
+        return {"scale": self.scale, **unused, **({"window": self.window} if self.window else {})}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor, *grid_BT4: Tensor) -> Tensor:
         if q.dim() == 5:
             q, k, v = (t.flatten(1, 2) for t in (q, k, v))
         out_BTHK = torch.zeros_like(q)
+        if self.window:
+            documents_BT = _window_starts(documents_BT, grid_BT4[0], self.window)
         for row, starts in enumerate(documents_BT.tolist()):
             for first, last in pairwise([*sorted({*starts}), len(starts)]):
                 start, stop = first * self.patches + self.unused[0], last * self.patches - self.unused[1]
@@ -56,6 +61,42 @@ class PackedAttention(OperatorModule):
                 o = F.scaled_dot_product_attention(own_q, own_k, own_v, scale=self.scale)
                 out_BTHK[row : row + 1, start:stop] = o.transpose(1, 2)
         return out_BTHK if self.patches == 1 else out_BTHK.unflatten(1, (-1, self.patches))
+
+
+def _window_starts(documents_BT: Tensor, grid_BT4: Tensor, side: int) -> Tensor:
+    """Return the first position in the row of every token's window."""
+    keys_BT3 = torch.cat((documents_BT.unsqueeze(-1), grid_BT4[..., :2] // side), dim=-1)
+    changed_BT = F.pad((keys_BT3[:, 1:] != keys_BT3[:, :-1]).any(-1), (1, 0))
+    place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    return torch.where(changed_BT, place_T, 0).cummax(dim=1).values
+
+
+class GridRotary(OperatorModule):
+    """Rotary embedding of q or k (B, T, patches, H, K) by the row and column of every patch: half of the pairs of
+    features turn with the row, and half with the column, at equal frequencies."""
+
+    kind = "rotary"
+
+    def __init__(self, features: int, theta: float, merge: int) -> None:
+        super().__init__()
+        self.features, self.theta, self.merge = features, theta, merge
+
+    def operator_attributes(self) -> dict[str, Any]:
+        quarter = self.features // 4
+        values = [self.theta ** (-i / quarter) for i in range(quarter)]
+        return {
+            "theta": self.theta,
+            "dim": self.features,
+            "scaling": {"rope_type": "frequencies", "values": values * 2},
+            "style": "half",
+            "axes": [0] * quarter + [1] * quarter,
+            "merge": self.merge,
+        }
+
+    def forward(self, x: Tensor, grid_BT4: Tensor) -> Tensor:
+        if self.merge > 1:
+            grid_BT4 = patch_grid(grid_BT4, self.merge).unflatten(1, (-1, self.merge**2))
+        return rotate_axes(x, grid_BT4, self.operator_attributes())
 
 
 class ImagePositions(OperatorModule):

@@ -12,13 +12,15 @@ from typing import Any
 
 from pipefit.errors import UnsupportedModelError
 from pipefit.model.families.config_fields import ConfigFields
-from pipefit.model.families.family import InitialValue, WeightTensor
+from pipefit.model.families.family import InitialValue, RowParts, WeightTensor
 from pipefit.model.families.multimodal.encoder_types import (
     ACTIVATIONS,
     ENCODER_TYPES,
     HUGGING_FACE_ACTIVATION,
     EncoderType,
 )
+
+_PROJECTIONS = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class VisionConfig:
     activation: str
     layer_norm_eps: float
     image_size: int
-    "Side in pixels of the square images that the table of positions is for. Other sizes are interpolated."
+    """Side in pixels of the square images that the table of positions is for. Other sizes are interpolated. 0: there is
+    no table, and images have any size."""
     patch_size: int
     num_channels: int
     qkv_bias: bool
@@ -53,6 +56,14 @@ class VisionConfig:
     "Whether the start token of an image is none of the language model."
     end_token: bool = False
     "Whether every image ends with a token that only the language model has: a learned vector (LLaVA's newline)."
+    rotary_theta: float = 0.0
+    "Base of the rotary frequencies of rows and columns; 0: there are none."
+    frames: int = 1
+    "Frames of a video that the embedding joins. An image is repeated as often."
+    window: int = 0
+    "Side in tokens of the windows of attention; 0: patches see their entire image."
+    full_layers: tuple[int, ...] = ()
+    "Indices of the layers without windows."
 
     @property
     def encoder_type(self) -> EncoderType:
@@ -86,8 +97,8 @@ class VisionConfig:
 
     @property
     def patch_features(self) -> int:
-        """Numbers of one patch: channels x patch x patch, in that order."""
-        return self.num_channels * self.patch_size**2
+        """Numbers of one patch: channels x frames x patch x patch, in that order."""
+        return self.num_channels * self.frames * self.patch_size**2
 
     @property
     def cell_features(self) -> int:
@@ -105,7 +116,25 @@ class VisionConfig:
         """The first and the last patches of the tokens of an image that take no part in attention."""
         return self.cell_patches - 1 if self.start_token else 0, self.cell_patches if self.end_token else 0
 
+    def layer_window(self, layer: int) -> int:
+        """Return the side in tokens of a layer's windows; 0: it has none."""
+        return 0 if layer in self.full_layers else self.window
+
     def to_config(self) -> dict[str, Any]:
+        config = self._usual_config()
+        if not self.encoder_type.rotary:
+            return config
+        del config["layer_norm_eps"], config["image_size"]
+        config |= {
+            "spatial_merge_size": self.merge,
+            "temporal_patch_size": self.frames,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": self.rotary_theta},
+        }
+        if self.window:
+            config |= {"window_size": self.window * self.cell_side, "fullatt_block_indexes": list(self.full_layers)}
+        return {self.encoder_type.fields.get(name, name): value for name, value in config.items()}
+
+    def _usual_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
             "model_type": self.model_type,
             "hidden_size": self.hidden_size,
@@ -143,7 +172,12 @@ class VisionConfig:
                 shapes["embed.positions.start"] = (1, 1, self.hidden_size)
             return (WeightTensor(front + kind.names[inner], shape=shapes.get(inner, ())),)
         part, end = inner.rsplit(".", 1)
-        kernel = (self.hidden_size, self.num_channels, self.patch_size, self.patch_size)
+        if kind.fused and part in _PROJECTIONS:
+            start, size = _PROJECTIONS.index(part) * self.hidden_size, self.hidden_size
+            rows = RowParts(groups=1, size=3 * size, start=start, stop=start + size)
+            return (WeightTensor(f"{front}{kind.fused}.{end}", rows=rows),)
+        frames = (self.frames,) if kind.rotary else ()
+        kernel = (self.hidden_size, self.num_channels, *frames, self.patch_size, self.patch_size)
         stored = f"{front}{kind.names[part]}.{end}"
         return (WeightTensor(stored, shape=kernel if inner == "embed.patch.weight" else ()),)
 
@@ -168,10 +202,13 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
     fields = ConfigFields({**known.sizes, **config} if known else config, where)
     model_type = fields.read_choice("model_type", default="", allowed={name: name for name in ENCODER_TYPES})
     kind = ENCODER_TYPES[model_type]
-    hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
-    image, patch = _read_side(fields, "image_size", 224), _read_side(fields, "patch_size", 16)
+    usual = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_channels")
+    names = {name: kind.fields.get(name, name) for name in usual}
+    hidden, heads = fields.width_of_heads((names["hidden_size"],), (names["num_attention_heads"],))
+    patch = _read_side(fields, "patch_size", 16)
+    image = 0 if kind.rotary else _read_side(fields, "image_size", 224)
     fields.check_fields(
-        image >= patch,
+        kind.rotary or image >= patch,
         "An image is smaller than a patch.",
         f"image_size {image}, patch_size {patch}",
         "at least one patch",
@@ -184,13 +221,13 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
     ):
         if fields.read_number(dropout, default=0.0) > 0:
             warnings.warn(f"{where}: {dropout} is ignored: the encoder is computed without dropout", stacklevel=2)
-    channels = fields.read_count("num_channels", default=3)
+    channels = fields.read_count(names["num_channels"], default=3)
     bias, bias_default = kind.qkv_bias
     return VisionConfig(
         model_type=model_type,
         hidden_size=hidden,
         intermediate_size=fields.read_count("intermediate_size", default=4 * hidden),
-        num_hidden_layers=fields.read_count("num_hidden_layers"),
+        num_hidden_layers=fields.read_count(names["num_hidden_layers"]),
         num_attention_heads=heads,
         activation=fields.read_choice("hidden_act", default=kind.activation, allowed=ACTIVATIONS),
         layer_norm_eps=fields.read_number("layer_norm_eps", default=kind.eps),
@@ -202,6 +239,7 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
         image_std=_per_channel(fields, "image_std", channels),
         initializer_range=fields.read_number("initializer_range", default=0.02),
         **(_scaled_layers(fields) if kind.layer_scale else {}),
+        **(_rotary_patches(fields, kind, hidden // heads, patch) if kind.rotary else {}),
     )
 
 
@@ -219,6 +257,32 @@ def _scaled_layers(fields: ConfigFields) -> dict[str, Any]:
         "qk_norm": fields.read_flag("use_qk_norm", default=False),
         "layer_scale": scale,
     }
+
+
+def _rotary_patches(fields: ConfigFields, kind: EncoderType, head_dim: int, patch: int) -> dict[str, Any]:
+    """Return the options of an encoder whose patches have rotary positions. Raises ModelError."""
+    fields.check_fields(
+        head_dim % 4 == 0,
+        "Rows and columns of patches turn pairs of a head's features.",
+        f"{head_dim} features of a head",
+        "a multiple of 4",
+    )
+    rope = ConfigFields(fields.first_value("rope_parameters", default={}), f"{fields.where}, rope_parameters")
+    merge = fields.read_count("spatial_merge_size", default=2)
+    options: dict[str, Any] = {
+        "merge": merge,
+        "frames": fields.read_count("temporal_patch_size", default=2),
+        "rotary_theta": rope.read_number("rope_theta", default=1e4),
+        "norm_kind": "rms" if kind.rms_norms else "layer",
+    }
+    if "window_size" in kind.sizes:
+        window, full = fields.read_count("window_size"), fields.first_value("fullatt_block_indexes")
+        if window < merge * patch:
+            raise fields.wrong_field("window_size", window, f"at least the {merge * patch} pixels of a token")
+        if not isinstance(full, (list, tuple)) or not all(isinstance(i, int) and i >= 0 for i in full):
+            raise fields.wrong_field("fullatt_block_indexes", full, "a list of layers, counted from 0")
+        options |= {"window": window // (merge * patch), "full_layers": tuple(sorted({*full}))}
+    return options
 
 
 def _read_side(fields: ConfigFields, name: str, default: int) -> int:

@@ -22,6 +22,7 @@ from pipefit.model.families.decoder.norms import OffsetRMSNorm
 from pipefit.model.families.decoder.options import NormOptions
 from pipefit.model.families.multimodal.packed import (
     ONE_PATCH,
+    GridRotary,
     ImagePositions,
     PackedAttention,
     PatchCells,
@@ -68,28 +69,31 @@ def join_patches(x: Tensor, patches: int) -> Tensor:
     return x if patches == 1 else x.flatten(-2)
 
 
-class VisionEmbed(nn.Module):
-    """pixels (B,T,C*S*S) uint8 -> x (B,T,M*D): patches through a linear layer, plus their positions; then a norm, by
-    option."""
+GRID = GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data")
+"""The input of layers that read rows and columns of tokens."""
+
+
+class PatchEmbed(nn.Module):
+    """pixels (B,T,C*S*S) uint8 -> x (B,T,M*D): patches through a linear layer. With frames, an image is repeated as
+    often, which is a convolution of a video of equal frames."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.data_inputs = (
-            GraphInput(name="pixels", shape=("B", "T", config.cell_features), dtype="uint8", role="data"),
-            GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data"),
-        )
-        kind = config.encoder_type
+        pixels = GraphInput(name="pixels", shape=("B", "T", config.cell_features), dtype="uint8", role="data")
+        self.data_inputs: tuple[GraphInput, ...] = (pixels,)
         self.normalise = PixelNormalise(config)
-        self.patch = nn.Linear(config.patch_features, config.hidden_size, bias=kind.patch_bias)
-        self.positions = ImagePositions(config.grid_side, config.hidden_size, config.start_token, config.merge)
-        features, eps = config.hidden_size, config.layer_norm_eps
-        self.norm = nn.LayerNorm(features, eps) if kind.input_norm else nn.Identity()
-        self.patches = config.cell_patches
+        self.patch = nn.Linear(config.patch_features, config.hidden_size, bias=config.encoder_type.patch_bias)
+        self.patches, self.frames, self.channels = config.cell_patches, config.frames, config.num_channels
         self.square = (config.num_channels, config.merge, config.patch_size, config.merge, config.patch_size)
 
-    def forward(self, pixels: Tensor, grid: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor) -> Tensor:
+        return join_patches(self._embed_patches(pixels), self.patches)
+
+    def _embed_patches(self, pixels: Tensor) -> Tensor:
         x = self._cut_patches(self.normalise(pixels, self.patch.weight))
-        return join_patches(self.norm(self.positions(self.patch(x), grid)), self.patches)
+        if self.frames > 1:
+            x = torch.cat([x.unflatten(-1, (self.channels, 1, -1))] * self.frames, dim=-2).flatten(-3)
+        return self.patch(x)
 
     def _cut_patches(self, x_BTF: Tensor) -> Tensor:
         """(B,T,C*S*S) -> (B,T,M,C*P*P)."""
@@ -98,8 +102,22 @@ class VisionEmbed(nn.Module):
         return x_BTF.unflatten(-1, self.square).permute(0, 1, 3, 5, 2, 4, 6).flatten(4).flatten(2, 3)
 
 
+class VisionEmbed(PatchEmbed):
+    """Patches through a linear layer, plus their learned positions; then a norm, by option."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__(config)
+        self.data_inputs = (*self.data_inputs, GRID)
+        self.positions = ImagePositions(config.grid_side, config.hidden_size, config.start_token, config.merge)
+        features, eps = config.hidden_size, config.layer_norm_eps
+        self.norm = nn.LayerNorm(features, eps) if config.encoder_type.input_norm else nn.Identity()
+
+    def forward(self, pixels: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
+        return join_patches(self.norm(self.positions(self._embed_patches(pixels), grid)), self.patches)
+
+
 class VisionAttention(nn.Module):
-    """Multi-head attention within each image."""
+    """Multi-head attention within each image, or within windows of it; by option with rotary positions."""
 
     def __init__(self, features: int, heads: int, qkv_bias: bool = True, cells: PatchCells = ONE_PATCH) -> None:
         super().__init__()
@@ -110,12 +128,16 @@ class VisionAttention(nn.Module):
         self.attention = PackedAttention((features // heads) ** -0.5, cells)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
+        self.rotary: nn.Module | None = None
         self.head_dim = features // heads
 
-    def forward(self, x: Tensor, documents_BT: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents_BT: Tensor, *grid_BT4: Tensor) -> Tensor:
         parts = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, nn.Identity()))
-        heads = (norm(projection(x)).unflatten(-1, (-1, self.head_dim)) for projection, norm in parts)
-        return self.o_proj(self.attention(*heads, documents_BT).flatten(-2))
+        q, k, v = (norm(projection(x)).unflatten(-1, (-1, self.head_dim)) for projection, norm in parts)
+        if self.rotary is not None:
+            q, k = self.rotary(q, *grid_BT4), self.rotary(k, *grid_BT4)
+        windows = grid_BT4 if self.attention.window else ()
+        return self.o_proj(self.attention(q, k, v, documents_BT, *windows).flatten(-2))
 
 
 class VisionMLP(nn.Module):
@@ -131,28 +153,57 @@ class VisionMLP(nn.Module):
         return self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
 
 
+class GatedVisionMLP(VisionMLP):
+    """fc2(activation(gate(x)) * fc1(x))."""
+
+    def __init__(self, features: int, inner: int, activation: str) -> None:
+        super().__init__(features, inner, activation)
+        self.gate = nn.Linear(features, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(ACTIVATIONS[self.activation](self.gate(x)) * self.fc1(x))
+
+
 class VisionBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); by option a learned vector multiplies each branch."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, window: int = 0) -> None:
         super().__init__()
         features, kind, eps = config.hidden_size, config.norm_kind, config.layer_norm_eps
         self.norm1 = make_vision_norm(kind, features, eps)
-        cells = PatchCells(config.cell_patches, config.unused_patches)
+        cells = PatchCells(config.cell_patches, config.unused_patches, window)
         self.attention = VisionAttention(features, config.num_attention_heads, config.qkv_bias, cells)
         if config.qk_norm:
             self.attention.q_norm, self.attention.k_norm = (RMSNorm(features, QK_NORM_EPS) for _ in range(2))
         self.norm2 = make_vision_norm(kind, features, eps)
-        self.mlp = VisionMLP(features, config.intermediate_size, config.activation)
+        mlp = GatedVisionMLP if config.encoder_type.gated else VisionMLP
+        self.mlp = mlp(features, config.intermediate_size, config.activation)
         scales = (nn.Parameter(torch.empty(features)) if config.layer_scale else None for _ in range(2))
         self.scale1, self.scale2 = scales
         self.patches = config.cell_patches
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        return self.transform(x, documents)
+
+    def transform(self, x: Tensor, *places: Tensor) -> Tensor:
+        """Return the layer's result. `places` are the inputs of the attention beside x."""
         x = split_patches(x, self.patches)
-        x = x + _scale_branch(self.attention(self.norm1(x), documents), self.scale1)
+        x = x + _scale_branch(self.attention(self.norm1(x), *places), self.scale1)
         x = x + _scale_branch(self.mlp(self.norm2(x)), self.scale2)
         return join_patches(x, self.patches)
+
+
+class GridBlock(VisionBlock):
+    """A layer with rotary positions of patches, and windows of attention by option."""
+
+    data_inputs = (GRID,)
+
+    def __init__(self, config: VisionConfig, window: int = 0) -> None:
+        super().__init__(config, window)
+        self.attention.rotary = GridRotary(self.attention.head_dim, config.rotary_theta, config.merge)
+
+    def forward(self, x: Tensor, documents: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
+        return self.transform(x, documents, grid)
 
 
 def _scale_branch(branch: Tensor, scale: Tensor | None) -> Tensor:
@@ -165,12 +216,15 @@ class VisionProjector(nn.Module):
     def __init__(self, vision: VisionConfig, options: ProjectorOptions, width: int) -> None:
         super().__init__()
         features, self.patches = vision.hidden_size, vision.cell_patches
-        self.norm = nn.LayerNorm(features, vision.layer_norm_eps) if options.encoder_norm else nn.Identity()
+        self.has_norm = options.encoder_norm
+        norm = make_vision_norm(options.encoder_norm_kind, features, vision.layer_norm_eps)
+        self.norm = norm if self.has_norm else nn.Identity()
         self.sum_patches = PatchSum() if options.patches == "mean" else None
         inner = features * (1 if self.sum_patches is not None else self.patches)
         self.merged_norm = _make_merged_norm(options.norm, inner)
-        self.linear_1 = nn.Linear(inner, width, bias=options.bias)
-        self.linear_2 = nn.Linear(width, width, bias=options.bias) if options.layers == 2 else None
+        middle = inner if options.keeps_width else width
+        self.linear_1 = nn.Linear(inner, middle, bias=options.bias)
+        self.linear_2 = nn.Linear(middle, width, bias=options.bias) if options.layers == 2 else None
         self.activation = options.activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,7 +234,7 @@ class VisionProjector(nn.Module):
         """Return the tokens of the language model."""
         if self.sum_patches is not None:
             x = self.sum_patches(self.norm(split_patches(x, self.patches))) * (1.0 / self.patches)
-        elif isinstance(self.norm, nn.LayerNorm):
+        elif self.has_norm:
             x = join_patches(self.norm(split_patches(x, self.patches)), self.patches)
         x = self.linear_1(self.merged_norm(x))
         return x if self.linear_2 is None else self.linear_2(ACTIVATIONS[self.activation](x))
@@ -191,13 +245,23 @@ class NewlineProjector(VisionProjector):
 
     def __init__(self, vision: VisionConfig, options: ProjectorOptions, width: int) -> None:
         super().__init__(vision, options, width)
-        self.data_inputs = (GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data"),)
+        self.data_inputs = (GRID,)
         self.newline = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
         is_end_BT1 = torch.relu(-grid[..., :1].to(x.dtype) - 1.0)
         y_BTD = self.project(x)
         return y_BTD - y_BTD * is_end_BT1 + self.newline * is_end_BT1
+
+
+def make_embed(config: VisionConfig) -> nn.Module:
+    """Return the embedding of an encoder."""
+    return PatchEmbed(config) if config.encoder_type.rotary else VisionEmbed(config)
+
+
+def make_block(config: VisionConfig, layer: int) -> nn.Module:
+    """Return a layer of an encoder."""
+    return GridBlock(config, config.layer_window(layer)) if config.encoder_type.rotary else VisionBlock(config)
 
 
 def make_projector(vision: VisionConfig, options: ProjectorOptions, width: int) -> nn.Module:
