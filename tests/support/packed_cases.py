@@ -143,6 +143,24 @@ def _positions(side: int) -> Any:
     return plain
 
 
+def _aligned_positions(side: int) -> Any:
+    """One token and entry at a time: hats around the entries, the outer ones at the edges of an image."""
+
+    def plain(x: Any, grid: Any, table: Any, start: Any) -> Any:
+        rows = []
+        for token, (row, column, tall, broad) in zip(x.flatten(0, 1), grid.flatten(0, 1).tolist(), strict=True):
+            down, right = (
+                [max(0.0, 1 - abs(place * (side - 1) / max(count - 1, 1) - entry)) for entry in range(side)]
+                for place, count in ((row, tall), (column, broad))
+            )
+            rows.append(
+                token + sum(a * b * table[i * side + j] for i, a in enumerate(down) for j, b in enumerate(right))
+            )
+        return torch.stack(rows).view(x.shape)
+
+    return plain
+
+
 def _square_positions(side: int, merge: int) -> Any:
     """The patches of every square on their own."""
 
@@ -281,6 +299,15 @@ CASES = [
         frozenset(("table", "start")),
         integers={"grid": 9},
         fixed_values={"grid": _GRID},
+    ),
+    make_example(
+        "image_positions",
+        {"x": ("B", "T", 6), "grid": ("B", "T", 4), "table": (9, 6), "start": None},
+        _aligned_positions(3),
+        {"rows": 3, "columns": 3, "aligned": True},
+        frozenset(("table",)),
+        integers={"grid": 9},
+        fixed_values={"grid": _PATCHES},
     ),
     make_example("fourier_features", {"time": ("B", "T")}, _features(3), {"frequencies": 3}),
     make_example(

@@ -7,10 +7,13 @@ interpolated: bicubic with a = -0.75, edges repeated, corners not aligned, no an
 equation 4). Row -1 marks the start token of an image (ViT's class token): its value is `start` plus the first row of
 the table, and x is ignored.
 
+With `aligned`, the interpolation is bilinear with aligned corners: PyTorch's `interpolate(mode="bilinear",
+align_corners=True)`, as in Hugging Face's Qwen3-VL.
+
 If a token stands for a square of `merge` x `merge` patches, x is (B, T, merge^2, D), row by row, and `grid` counts the
 squares. All patches of a start token get its value.
 
-Saves nothing: the sixteen table entries that a patch reads follow from its grid.
+Saves nothing: the sixteen table entries (bilinear: four) that a patch reads follow from its grid.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ def _forward_extra(call: OperatorCall) -> int:
 OPERATORS = (
     OperatorKind(
         kind="image_positions",
-        summary="x plus a learned table of positions, interpolated (bicubic) to the size of each image.",
+        summary="x plus a learned table of positions, interpolated to the size of each image.",
         inputs=("x", "grid", "table", "start?"),
         attributes={
             "rows": "rows of patches in the table",
             "columns": "columns of patches in the table",
+            "aligned": "absent, or true: bilinear with aligned corners, instead of bicubic",
             "merge": "absent, or the side in patches of the square that a token stands for",
         },
         shapes=same_shape,

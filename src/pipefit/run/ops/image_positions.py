@@ -1,4 +1,4 @@
-"""image_positions(x, grid, table, start|'') {rows, columns, merge}: x plus positions, interpolated to images.
+"""image_positions(x, grid, table, start|'') {rows, columns, aligned, merge}: x plus positions, interpolated to images.
 
 x (B, T, D), grid int64 (B, T, 4): row, column, rows, columns of the patches; table (N, D), where N is rows x columns,
 plus one leading row for start tokens; start (D,). The table entries of a patch and their weights are computed from its
@@ -9,28 +9,37 @@ gradient, of a few hundred rows, goes through autograd as a dense tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipefit.model.graph import Operator
 from pipefit.run.autograd.attention_kernels import statistics_dtype
-from pipefit.run.autograd.bicubic import TAPS, bicubic_taps
+from pipefit.run.autograd.interpolation import bicubic_taps, bilinear_taps
 from pipefit.run.ops import OperatorContext, OperatorStep
+
+
+class TableSizes(NamedTuple):
+    """The size of a table of positions, and its interpolation."""
+
+    rows: int
+    columns: int
+    aligned: bool
+    "Whether it is bilinear with aligned corners, instead of bicubic."
 
 
 class _ImagePositions(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, grid: torch.Tensor, table: Any, start: Any, sizes: tuple[int, int], merge: int
+        ctx: Any, x: torch.Tensor, grid: torch.Tensor, table: Any, start: Any, sizes: TableSizes, merge: int
     ) -> torch.Tensor:
-        """`sizes`: rows and columns of the table. With `merge` above 1, x is (B, T merge^2, D)."""
+        """With `merge` above 1, x is (B, T merge^2, D)."""
         ctx.save_for_backward(grid)
         ctx.sizes, ctx.shape, ctx.has_start, ctx.merge = sizes, table.shape, start is not None, merge
-        grid, (rows, columns) = patch_grid(grid, merge), sizes
+        grid = patch_grid(grid, merge)
         wide = statistics_dtype(x.dtype)
         total = torch.zeros((grid[..., 0].numel(), x.shape[-1]), dtype=wide, device=x.device)
-        for entry, weight in table_entries(grid, rows, columns, start is not None, wide):
+        for entry, weight in table_entries(grid, sizes, start is not None, wide):
             total.addcmul_(table.detach().index_select(0, entry).to(wide), weight.unsqueeze(1))
         y = x + total.view(x.shape).to(x.dtype)
         if start is None:
@@ -50,7 +59,7 @@ class _ImagePositions(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dtable = torch.zeros(ctx.shape, dtype=wide, device=dy.device)
             flat = dx.reshape(-1, dy.shape[-1])
-            for entry, weight in table_entries(grid, *ctx.sizes, ctx.has_start, wide):
+            for entry, weight in table_entries(grid, ctx.sizes, ctx.has_start, wide):
                 dtable.index_add_(0, entry, flat.to(wide) * weight.unsqueeze(1))
             if dstart is not None:
                 dtable[0] += dstart
@@ -61,30 +70,31 @@ class _ImagePositions(torch.autograd.Function):
 
 
 def table_entries(
-    grid: torch.Tensor, rows: int, columns: int, has_start: bool, dtype: torch.dtype
+    grid: torch.Tensor, sizes: TableSizes, has_start: bool, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the table entries that the tokens read, with their weights: sixteen pairs of (B T,). Start tokens read
-    none: their weights are zero."""
+    """Yield the table entries that the tokens read, with their weights: sixteen pairs of (B T,), or four with aligned
+    corners. Start tokens read none: their weights are zero."""
     row, column, tall, broad = grid.reshape(-1, 4).unbind(-1)
-    patch = row >= 0
-    vertical, down = bicubic_taps(row.clamp(min=0), tall.clamp(min=1), rows, dtype)
-    horizontal, right = bicubic_taps(column, broad.clamp(min=1), columns, dtype)
-    for i in range(TAPS):
-        for j in range(TAPS):
-            yield vertical[i] * columns + horizontal[j] + int(has_start), down[i] * right[j] * patch
+    patch, find_taps = row >= 0, bilinear_taps if sizes.aligned else bicubic_taps
+    vertical, down = find_taps(row.clamp(min=0), tall.clamp(min=1), sizes.rows, dtype)
+    horizontal, right = find_taps(column, broad.clamp(min=1), sizes.columns, dtype)
+    for i in range(len(vertical)):
+        for j in range(len(horizontal)):
+            yield vertical[i] * sizes.columns + horizontal[j] + int(has_start), down[i] * right[j] * patch
 
 
 def build_image_positions(operator: Operator, context: OperatorContext) -> OperatorStep:
-    rows, columns = int(operator.attributes["rows"]), int(operator.attributes["columns"])
+    attributes = operator.attributes
+    sizes = TableSizes(int(attributes["rows"]), int(attributes["columns"]), bool(attributes.get("aligned")))
     merge = int(operator.attributes.get("merge", 1))
     apply = _ImagePositions.apply
 
     def add_to_squares(x: torch.Tensor, grid: torch.Tensor, table: Any, start: Any = None) -> Any:
-        return apply(x.flatten(1, 2), grid, table, start, (rows, columns), merge).view_as(x)
+        return apply(x.flatten(1, 2), grid, table, start, sizes, merge).view_as(x)
 
     if merge > 1:
         return OperatorStep(add_to_squares)
-    return OperatorStep(lambda x, grid, table, start=None: apply(x, grid, table, start, (rows, columns), 1))
+    return OperatorStep(lambda x, grid, table, start=None: apply(x, grid, table, start, sizes, 1))
 
 
 def patch_grid(grid: torch.Tensor, merge: int) -> torch.Tensor:

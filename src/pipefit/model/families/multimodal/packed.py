@@ -103,20 +103,21 @@ class ImagePositions(OperatorModule):
     """x plus a learned table of positions, interpolated to the size of each image; start tokens get their own value.
 
     grid (B, T, 4) int64: row, column, rows, columns; row -1 marks the start token of an image. If a token stands for
-    `merge` x `merge` patches, x is (B, T, merge^2, D) and the grid counts these squares.
+    `merge` x `merge` patches, x is (B, T, merge^2, D) and the grid counts these squares. The interpolation is bicubic,
+    or bilinear with aligned corners.
     """
 
     kind = "image_positions"
 
-    def __init__(self, side: int, features: int, start: bool, merge: int = 1) -> None:
+    def __init__(self, side: int, features: int, start: bool, merge: int = 1, aligned: bool = False) -> None:
         super().__init__()
-        self.side, self.merge = side, merge
+        self.side, self.merge, self.aligned = side, merge, aligned
         self.table = nn.Parameter(torch.empty(side * side + int(start), features))
         self.start = nn.Parameter(torch.empty(features)) if start else None
 
     def operator_attributes(self) -> dict[str, Any]:
         merge = {"merge": self.merge} if self.merge > 1 else {}
-        return {"rows": self.side, "columns": self.side, **merge}
+        return {"rows": self.side, "columns": self.side, **merge, **({"aligned": True} if self.aligned else {})}
 
     def operator_parameters(self) -> tuple[str, ...]:
         return ("table",) if self.start is None else ("table", "start")
@@ -146,7 +147,8 @@ class ImagePositions(OperatorModule):
         if (rows, columns) == (self.side, self.side):
             return patches
         square = patches.unflatten(0, (self.side, self.side)).permute(2, 0, 1).unsqueeze(0)
-        sized = F.interpolate(square, size=(rows, columns), mode="bicubic", align_corners=False)
+        mode = "bilinear" if self.aligned else "bicubic"
+        sized = F.interpolate(square, size=(rows, columns), mode=mode, align_corners=self.aligned)
         return sized[0].permute(1, 2, 0).flatten(0, 1)
 
 

@@ -1,16 +1,14 @@
-"""Bicubic taps of a learned position table, for an image whose size differs from the table's.
+"""Taps of a learned position table, for an image whose size differs from the table's.
 
 Bicubic interpolation with a = -0.75 (Keys, 1981, equation 4), corners not aligned, edges repeated, no antialiasing: the
-weights of PyTorch's `interpolate(mode="bicubic", align_corners=False)`. The dimensions are separable: the weight of an
-entry is the product of its weights along rows and columns.
+weights of PyTorch's `interpolate(mode="bicubic", align_corners=False)`. Bilinear interpolation has aligned corners, as
+`interpolate(mode="bilinear", align_corners=True)`. The dimensions are separable: the weight of an entry is the product
+of its weights along rows and columns.
 """
 
 from __future__ import annotations
 
 import torch
-
-TAPS = 4
-"Entries that a patch reads along one dimension."
 
 _A = -0.75
 
@@ -32,6 +30,17 @@ def bicubic_taps(
     ]
     first = low.long()
     return [(first + step).clamp(0, size - 1) for step in (-1, 0, 1, 2)], weights
+
+
+def bilinear_taps(
+    place: torch.Tensor, count: torch.Tensor, size: int, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return (indices, weights) as `bicubic_taps` does, two tensors each: the first and the last patch read the first
+    and the last entry."""
+    where = place.to(dtype) * (size - 1) / (count - 1).clamp(min=1).to(dtype)
+    low = where.floor()
+    rest, first = where - low, low.long()
+    return [first, (first + 1).clamp(max=size - 1)], [1 - rest, rest]
 
 
 def _near_weight(x: torch.Tensor) -> torch.Tensor:
