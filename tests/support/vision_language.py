@@ -32,6 +32,9 @@ QWEN_VISION = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_head
                "window_size": 4 * PATCH, "fullatt_block_indexes": [1], "out_hidden_size": 32}  # fmt: skip
 QWEN2_VISION = {"depth": 2, "embed_dim": 24, "mlp_ratio": 2, "num_heads": 3, "patch_size": PATCH,
                 "hidden_size": 32}  # fmt: skip
+QWEN3_VISION = {"depth": 4, "hidden_size": 24, "intermediate_size": 40, "num_heads": 3, "patch_size": PATCH,
+                "num_position_embeddings": SIDE**2, "deepstack_visual_indexes": [0, 2],
+                "out_hidden_size": 32}  # fmt: skip
 QWEN_SIZES = [[(2, 3)], [(3, 3), (2, 1)], []]
 "Rows and columns of tokens: images of other sizes, with windows of 2 x 2 tokens that they do not fill."
 
@@ -59,6 +62,9 @@ MODELS: Mapping[str, dict[str, Any]] = {
                "image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4},
     "qwen2_vl": {"model_type": "qwen2_vl", "vision_config": QWEN2_VISION, "image_token_id": IMAGE_TOKEN,
                  "text_config": {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}},
+    "qwen3_vl": {"model_type": "qwen3_vl", "vision_config": QWEN3_VISION, "image_token_id": IMAGE_TOKEN,
+                 "text_config": {**TEXT, "num_hidden_layers": 3, "head_dim": 12,
+                                 "rope_scaling": {"rope_type": "default", "mrope_section": [3, 2, 1]}}},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl", "vision_config": QWEN_VISION, "image_token_id": IMAGE_TOKEN,
                    "text_config": {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}},
 }  # fmt: skip
@@ -84,7 +90,7 @@ def sample_batch(typed: MultimodalConfig, first: int = 0, count: int = 2) -> Bat
     """Return samples with one, two and no images of the size of the table, from number `first` on."""
     assert typed.vision is not None
     side = typed.vision.grid_side // typed.vision.merge
-    images = [[(side, side)], [(side, side)] * 2, []] if side else QWEN_SIZES
+    images = [[(side, side)], [(side, side)] * 2, []] if not typed.model_type.startswith("qwen") else QWEN_SIZES
     samples = [make_sample(typed, 44, images[seed % 3], [], seed) for seed in range(first, first + count)]
     batch = batch_of(typed, samples)
     tokens = batch["language"]["tokens"]

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one device each, recomputed": {"recompute": "full"},
     "two shards each, split tokens": {"shards": (1, 1), "sharding": "megatron-sp"},
     "two replicas of vision": {"replicas": (1, 1)},
+    "two stages each": {"cuts": (2,)},
 }
 """Layouts of both modules; replicas are of the encoder."""
 
@@ -37,7 +38,7 @@ def planned(directory: str, case: str) -> tuple[Plan, Any]:
     """Return (plan, captured model): vision on the first devices and the language model on the others, two
     microbatches."""
     model, words = open_model(directory), LAYOUTS[case]
-    shards = {name: words[name] for name in ("shards", "sharding") if name in words}
+    shards = {name: words[name] for name in ("shards", "sharding", "cuts") if name in words}
     each = {"vision": Layout(words.get("replicas", (1,)), **shards), "language": Layout(**shards)}
     return toys.plan(model, each, microbatches=2, job=JOB, recompute=words.get("recompute", "none")), model
 

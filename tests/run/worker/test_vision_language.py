@@ -27,6 +27,12 @@ MORE = [
     ("qwen2_5_vl", "one device each, recomputed"),
     ("qwen2_5_vl", "two shards each, split tokens"),
     ("qwen2_5_vl", "two replicas of vision"),
+    ("qwen2_vl", "two shards each, split tokens"),
+    ("qwen3_vl", "one device each"),
+    ("qwen3_vl", "one device each, recomputed"),
+    ("qwen3_vl", "two shards each, split tokens"),
+    ("qwen3_vl", "two replicas of vision"),
+    ("qwen3_vl", "two stages each"),
 ]
 
 

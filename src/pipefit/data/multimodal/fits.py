@@ -84,7 +84,7 @@ def sample_requirements(config: MultimodalConfig) -> SampleRequirements:
         )
     looked = None
     if vision is not None:
-        looked = image_rule_of(vision, one_size=config.joint_names is not None)
+        looked = image_rule_of(vision, one_size=config.joint_names is not None and not vision.encoder_type.rotary)
     drawn = pixel_side(generator.latent_size) if generator is not None else 0
     return SampleRequirements(
         images=looked,

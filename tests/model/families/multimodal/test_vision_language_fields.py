@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.vision_language import (
     INTERNVIT,
     MODELS,
     QWEN2_VISION,
+    QWEN3_VISION,
     QWEN_VISION,
     SIGLIP,
     TEXT,
@@ -56,7 +58,7 @@ def test_a_published_model_has_the_parameters_of_its_class(name: str) -> None:
     assert abs(sum(ours.values()) - expected) <= 1e-6 * expected and expected > 7e9
 
 
-@pytest.mark.parametrize("name", ["llava_onevision", "gemma3", "qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava_onevision", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_it_is_captured_as_two_modules(name: str) -> None:
     described = describe_config(MODELS[name], "m", "config")
     model = capture_family(described.family, described.config)
@@ -79,11 +81,15 @@ def test_images_have_the_size_of_the_encoder(name: str, tokens: int, patch: int)
     assert rule is not None and (rule.token_count(1000, 20), rule.patch, rule.side) == (tokens, patch, 16)
 
 
-@pytest.mark.parametrize(("name", "window"), [("qwen2_vl", 0), ("qwen2_5_vl", 2)])
-def test_images_of_qwen_have_any_size_and_are_ordered_by_windows(name: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "window", "most"), [("qwen2_vl", 0, 1024), ("qwen2_5_vl", 2, 1024), ("qwen3_vl", 0, 4)]
+)
+def test_images_of_qwen_have_any_size_and_are_ordered_by_windows(name: str, window: int, most: int) -> None:
+    """With a table of positions they are at most as large as the table."""
     typed: Any = typed_config("multimodal", describe_config(MODELS[name], "m", "config").config)
     rule = sample_requirements(typed).images
-    assert rule is not None and (rule.patch, rule.side, rule.window, rule.max_patches) == (8, 0, window, 1024)
+    assert rule is not None and (rule.patch, rule.side, rule.window, rule.max_patches) == (8, 0, window, most)
+    rule = replace(rule, max_patches=1024)
     assert rule.patch_grid(24, 17) == (2, 3)
     assert rule.patch_order(24, 17).tolist() == ([0, 1, 3, 4, 2, 5] if window else [*range(6)])
 
@@ -101,6 +107,29 @@ def test_a_qwen_leaves_out_what_is_as_in_transformers(name: str) -> None:
     assert (vision.window, vision.full_layers) == ((4, (7, 15, 23, 31)) if name == "qwen2_5_vl" else (0, ()))
     assert rotary["theta"] == 1e6 and rotary["axes"] == [0] * 16 + [1] * 24 + [2] * 24
     assert typed.language.decoder.norm.eps == 1e-5
+
+
+def test_a_qwen3_leaves_out_what_is_as_in_transformers() -> None:
+    text = {**TEXT, "hidden_size": 3584, "num_hidden_layers": 3}
+    config = describe_config({"model_type": "qwen3_vl", "text_config": text}, "m", "config").config
+    typed: Any = typed_config("multimodal", config)
+    vision, decoder = typed.vision, typed.language.decoder
+    assert (vision.num_hidden_layers, vision.image_size, vision.stacked, decoder.stacked) == (27, 768, (8, 16, 24), 3)
+    axes = decoder.rotary[0]["axes"]
+    assert decoder.rotary[0]["theta"] == 5e5 and axes == [0, 1, 2] * 20 + [0] * 4 and decoder.head_dim == 128
+
+
+def test_projectors_to_layers_of_the_language_model_are_not_frozen_with_the_encoder() -> None:
+    config = describe_config({**MODELS["qwen3_vl"], "frozen": ["vision.encoder"]}, "m", "config").config
+    trained = {
+        name
+        for layer in build_layers("multimodal", config)
+        for name, parameter in zip(layer.parameter_names.values(), layer.parameters(), strict=True)
+        if parameter.requires_grad and name.startswith("vision.")
+    }
+    assert {name.rsplit(".", 2)[0] for name in trained} == {
+        "vision.projector", "vision.layers.0.stacked", "vision.layers.2.stacked",
+    }  # fmt: skip
 
 
 def test_frozen_parts_and_loss_weights_may_stand_beside_the_words_of_transformers() -> None:
@@ -185,6 +214,21 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "'fullatt_block_indexes'",
         "[-1]",
     ),
+    ("qwen3_vl", {"vision_config": {**QWEN3_VISION, "num_position_embeddings": 15}}, "'num_position_embeddings'", "15"),
+    ("qwen3_vl", {"vision_config": {**QWEN3_VISION, "deepstack_visual_indexes": [4]}}, "'deepstack_visual", "[4]"),
+    (
+        "qwen3_vl",
+        {"vision_config": {**QWEN3_VISION, "deepstack_visual_indexes": [1, 1]}},
+        "'deepstack_visual",
+        "[1, 1]",
+    ),
+    ("qwen3_vl", {"text_config": {**TEXT, "num_hidden_layers": 1}}, "than it has layers", "[0, 2], text_config"),
+    (
+        "qwen3_vl",
+        {"text_config": {**TEXT, "rope_scaling": {"mrope_section": [0, 2, 2]}}},
+        "'mrope_section'",
+        "[0, 2, 2]",
+    ),
     ("qwen2_vl", {"text_config": {**TEXT, "rope_scaling": {"mrope_section": [1, 3]}}}, "'mrope_section'", "[1, 3]"),
     (
         "qwen2_vl",
@@ -211,9 +255,16 @@ def test_a_configuration_that_is_not_read_is_one_clear_error(
         resolve_model(str(tmp_path))
 
 
-def test_a_qwen3_vl_is_refused_with_its_parts() -> None:
-    with pytest.raises(ModelError) as error:
-        describe_config({"model_type": "qwen3_vl", "vision_config": {}, "text_config": {}}, "m", "config.json")
-    text = error.value.full_text()
-    assert "'qwen3_vl', which has features of three encoder layers" in text
-    assert "config.json, model_type" in text and "gemma3, internvl, llava, llava_onevision, qwen2_5_vl" in text
+def test_the_encoder_of_a_qwen_may_have_another_language_model_but_not_enter_its_layers() -> None:
+    config = {
+        "model_type": "multimodal",
+        "vision": {**QWEN3_VISION, "model_type": "qwen3_vl_vision"},
+        "language": {**TEXT, "model_type": "llama"},
+    }
+    with pytest.raises(ModelError, match="enter the language model of a qwen3_vl only") as error:
+        describe_config(config, "m", "config")
+    assert error.value.seen == "vision.deepstack_visual_indexes [0, 2]"
+    config["vision"] |= {"deepstack_visual_indexes": []}
+    model = capture_family("multimodal", describe_config(config, "m", "config").config)
+    kinds = {operator.kind for graph in model.graphs.values() for operator in graph.operators}
+    assert "opaque" not in kinds and {"image_positions", "rotary", "packed_attention"} <= kinds

@@ -148,6 +148,20 @@ class AxisBlock(DecoderBlock):
         return self.transform(x, axis_positions)
 
 
+class StackedBlock(AxisBlock):
+    """A decoder layer that adds features to its result: x (B,T,D+k D) -> (B,T,D+(k-1) D), k features of D behind the
+    hidden state."""
+
+    def __init__(self, options: DecoderOptions, layer: int) -> None:
+        super().__init__(options, layer)
+        self.size, self.last = options.hidden_size, layer == options.stacked - 1
+
+    def forward(self, x: Tensor, axis_positions: Tensor) -> Tensor:  # type: ignore[override]
+        size = self.size
+        y_BTD = self.transform(x[..., :size], axis_positions) + x[..., size : 2 * size]
+        return y_BTD if self.last else torch.cat((y_BTD, x[..., 2 * size :]), dim=-1)
+
+
 class DecoderHead(nn.Module):
     """x (B,T,D) -> logits (B,T,V): the final norm and the output projection. A scale of logits is applied to x, which
     is smaller."""
@@ -174,10 +188,9 @@ def build(config: DecoderSource) -> list[nn.Module]:
     if options.tied:
         head.lm_head.weight = embed.embed_tokens.weight
     output = TOKEN_TABLE if options.tied else OUTPUT_TABLE
-    block = ImageBlock if options.sees_images else AxisBlock if options.has_axes else DecoderBlock
     return [
         name_layer(embed, "embed", "model."),
-        *(_name_block(block(options, i), i) for i in range(options.layers)),
+        *(_name_block(_make_block(options, i), i) for i in range(options.layers)),
         name_layer(head, "head", "model.", {"lm_head.weight": output}),
         name_layer(TokenLoss(), "loss", ""),
     ]
@@ -191,6 +204,13 @@ def scale_tensor(x: Tensor, factor: float) -> Tensor:
 def make_dropout(probability: float) -> nn.Module:
     """Return a dropout, or an identity for a probability of zero."""
     return nn.Dropout(probability) if probability else nn.Identity()
+
+
+def _make_block(options: DecoderOptions, index: int) -> DecoderBlock:
+    """Return one layer."""
+    if options.has_axes:
+        return StackedBlock(options, index) if index < options.stacked else AxisBlock(options, index)
+    return ImageBlock(options, index) if options.sees_images else DecoderBlock(options, index)
 
 
 def _name_block(block: DecoderBlock, index: int) -> nn.Module:

@@ -117,6 +117,9 @@ class DecoderOptions:
     "Whether each head has the score of one more key, with the value zero, as a parameter."
     sees_images: bool = False
     "Whether tokens of an image attend to all tokens of it. The input `image_ends` names the last token that each sees."
+    stacked: int = 0
+    """First layers whose results get features of an image encoder, which lie behind the hidden state (DeepStack, Meng
+    et al., 2024)."""
     norm_places: Literal["before", "after", "both"] = "before"
     "Norms before attention and MLP, or of their results before these are added to the residual stream."
     parallel: bool = False

@@ -38,6 +38,8 @@ class AxisLanguage:
     "Pairs of each axis."
     interleaved: bool
     "Whether the axes alternate from pair to pair, instead of following each other."
+    stacked: int = 0
+    "First layers that get features of the encoder."
 
     @property
     def axes(self) -> list[int]:
@@ -49,9 +51,8 @@ class AxisLanguage:
     @property
     def decoder(self) -> DecoderOptions:
         options = self.base.decoder
-        return dataclasses.replace(
-            options, rotary=tuple({**(rotary or {}), "axes": self.axes} for rotary in options.rotary)
-        )
+        rotary = tuple({**(rotary or {}), "axes": self.axes} for rotary in options.rotary)
+        return dataclasses.replace(options, rotary=rotary, stacked=self.stacked)
 
     @property
     def rotary(self) -> Any:

@@ -68,7 +68,8 @@ class MultimodalConfig:
     def is_frozen(self, name: str) -> bool:
         """Return whether the parameter with this global name is frozen."""
         module = name.split(".", 1)[0]
-        part = "vision.projector" if name.startswith("vision.projector.") else f"{module}.encoder"
+        projects = name.startswith("vision.projector.") or (module == "vision" and ".stacked." in name)
+        part = "vision.projector" if projects else f"{module}.encoder"
         return module in self.frozen or part in self.frozen
 
     def to_config(self) -> dict[str, Any]:
@@ -124,8 +125,16 @@ def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
         "`language`, and `vision` or `generator` or both",
     )
     language = read_language({"model_type": "llama", **parts["language"]}, f"{where}, language")
+    encoder = None if parts["vision"] is None else vision.read(parts["vision"], f"{where}, vision")
+    stacked = [] if encoder is None else list(encoder.stacked)
+    fields.check_fields(
+        not stacked,
+        "Features of encoder layers enter the language model of a qwen3_vl only.",
+        f"vision.deepstack_visual_indexes {stacked}",
+        "deepstack_visual_indexes []",
+    )
     return MultimodalConfig(
-        vision=None if parts["vision"] is None else vision.read(parts["vision"], f"{where}, vision"),
+        vision=encoder,
         language=language,
         generator=None if parts["generator"] is None else diffusion.read(parts["generator"], f"{where}, generator"),
         projector=ProjectorOptions(

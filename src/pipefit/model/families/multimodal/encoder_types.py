@@ -95,6 +95,9 @@ class EncoderType:
     "Whether the MLP is fc2(activation(gate(x)) * fc1(x)) instead of fc2(activation(fc1(x)))."
     fused: str = ""
     "The module of files with queries, keys and values in this order ('': each has its own)."
+    stacked: str = ""
+    """The list in files of projectors for layers of the language model ('': there are none). Such a type has a learned
+    table of positions as well."""
     fields: Mapping[str, str] = field(default_factory=dict)
     "Field of the configuration -> its name in a config.json, if that is another one."
     layer_scale: bool = False
@@ -156,6 +159,33 @@ ENCODER_TYPES: Mapping[str, EncoderType] = {
         fused="attn.qkv",
         fields=_QWEN_FIELDS | {"hidden_size": "embed_dim"},
         sizes=_CLIP_COLOURS | {"embed_dim": 1280, "depth": 32, "num_heads": 16, "patch_size": 14},
+    ),
+    "qwen3_vl_vision": EncoderType(
+        layers="blocks",
+        names=_QWEN
+        | {
+            "embed.positions.table": "pos_embed.weight",
+            "norm": "merger.norm",
+            "mlp.fc1": "mlp.linear_fc1",
+            "mlp.fc2": "mlp.linear_fc2",
+            "stacked.merged_norm": "norm",
+            "stacked.linear_1": "linear_fc1",
+            "stacked.linear_2": "linear_fc2",
+        },
+        activation="gelu_pytorch_tanh",
+        eps=1e-6,
+        rotary=True,
+        fused="attn.qkv",
+        stacked="deepstack_merger_list",
+        fields=_QWEN_FIELDS,
+        sizes={
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "depth": 27,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
     ),
     "qwen2_5_vl_vision": EncoderType(
         layers="blocks",

@@ -79,6 +79,16 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 32,
         "vocab_size": 151936,
     },
+    "qwen3_vl_text": {
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 128000,
+    },
     "qwen2_vl_text": _QWEN_VL_TEXT,
     "qwen2_5_vl_text": _QWEN_VL_TEXT,
     "gemma3_text": {

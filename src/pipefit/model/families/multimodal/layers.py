@@ -8,9 +8,10 @@ vocabulary, I image tokens, L latent tokens.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from pipefit.model.families.common import TokenLoss, name_layer
+from pipefit.model.families.common import TokenLoss, constant_vector, name_layer
 from pipefit.model.families.decoder import layers as decoder
 from pipefit.model.families.decoder.layers import DecoderEmbed, DecoderHead, scale_tensor
 from pipefit.model.families.decoder.options import DecoderOptions
@@ -22,16 +23,22 @@ from pipefit.model.graph import TensorSpec as GraphInput
 
 
 class MultimodalEmbed(DecoderEmbed):
-    """x (1,I,D), tokens (B,T) -> (B,T,D): token embeddings, with the image embeddings at their positions."""
+    """x (1,I,D), tokens (B,T) -> (B,T,D): token embeddings, with the image embeddings at their positions. Features for
+    the first k layers lie behind them, (1,I,D+k D) and (B,T,D+k D), with zeros at other tokens."""
 
     def __init__(self, options: DecoderOptions, drops_start: bool) -> None:
         super().__init__(options)
-        self.x_shape = (1, "I", options.hidden_size)
+        self.stacked = options.stacked
+        self.x_shape = (1, "I", options.hidden_size * (1 + self.stacked))
         self.data_inputs = (GraphInput(name="image_places", shape=(1, "I"), dtype="int64", role="data"),)
         self.put = PutTokens(drops_start)
 
     def forward(self, x: Tensor, tokens: Tensor, image_places: Tensor) -> Tensor:  # type: ignore[override]
         embedded = self.embedding_norm(scale_tensor(self.embed_tokens(tokens), self.scale))
+        if self.stacked:
+            zero_111 = constant_vector((0.0,), torch.float32, embedded.device)[None, None].to(embedded.dtype)
+            features = embedded.shape[-1] * self.stacked
+            embedded = torch.cat((embedded, zero_111.expand(*embedded.shape[:2], features)), dim=-1)
         return self.dropout(self.put(embedded, x, image_places))
 
 
@@ -67,16 +74,16 @@ def build(config: MultimodalConfig) -> list[nn.Module]:
 def _vision_layers(config: MultimodalConfig) -> list[nn.Module]:
     if config.vision is None:
         return []
-    encoder = config.vision
+    encoder, width = config.vision, config.language.decoder.hidden_size
     norm = {f"norm.{end}": f"vision.norm.{end}" for end in ("weight", "bias")}
     return [
         name_layer(vision.make_embed(encoder), "vision.embed", "vision.embed."),
         *(
-            name_layer(vision.make_block(encoder, i), f"vision.layers.{i}", f"vision.layers.{i}.")
+            name_layer(vision.make_block(encoder, i, width), f"vision.layers.{i}", f"vision.layers.{i}.")
             for i in range(encoder.num_hidden_layers)
         ),
         name_layer(
-            vision.make_projector(encoder, config.projector, config.language.decoder.hidden_size),
+            vision.make_projector(encoder, config.projector, width),
             "vision.projector",
             "vision.projector.",
             norm,

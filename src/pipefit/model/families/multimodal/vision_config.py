@@ -5,6 +5,7 @@ One set of modules serves all encoders. The model type decides the parts that on
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class VisionConfig:
     "Side in tokens of the windows of attention; 0: patches see their entire image."
     full_layers: tuple[int, ...] = ()
     "Indices of the layers without windows."
+    stacked: tuple[int, ...] = ()
+    "Indices of the layers whose results also enter the first layers of the language model, one each."
 
     @property
     def encoder_type(self) -> EncoderType:
@@ -130,6 +133,8 @@ class VisionConfig:
             "temporal_patch_size": self.frames,
             "rope_parameters": {"rope_type": "axial", "rope_theta": self.rotary_theta},
         }
+        if self.grid_side:
+            config |= {"num_position_embeddings": self.position_count, "deepstack_visual_indexes": list(self.stacked)}
         if self.window:
             config |= {"window_size": self.window * self.cell_side, "fullatt_block_indexes": list(self.full_layers)}
         return {self.encoder_type.fields.get(name, name): value for name, value in config.items()}
@@ -161,7 +166,7 @@ class VisionConfig:
     def stored_tensors(self, name: str) -> tuple[WeightTensor, ...]:
         """The tensors of Hugging Face's files that hold a parameter of the encoder, by its name within the encoder."""
         kind = self.encoder_type
-        front, inner = "", name
+        front, number, inner = "", "", name
         if name.startswith("layers."):
             _, number, inner = name.split(".", 2)
             front = f"{kind.layers}.{number}."
@@ -172,6 +177,9 @@ class VisionConfig:
                 shapes["embed.positions.start"] = (1, 1, self.hidden_size)
             return (WeightTensor(front + kind.names[inner], shape=shapes.get(inner, ())),)
         part, end = inner.rsplit(".", 1)
+        if part.startswith("stacked."):
+            place = self.stacked.index(int(number))
+            return (WeightTensor(f"{kind.stacked}.{place}.{kind.names[part]}.{end}"),)
         if kind.fused and part in _PROJECTIONS:
             start, size = _PROJECTIONS.index(part) * self.hidden_size, self.hidden_size
             rows = RowParts(groups=1, size=3 * size, start=start, stop=start + size)
@@ -206,7 +214,7 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
     names = {name: kind.fields.get(name, name) for name in usual}
     hidden, heads = fields.width_of_heads((names["hidden_size"],), (names["num_attention_heads"],))
     patch = _read_side(fields, "patch_size", 16)
-    image = 0 if kind.rotary else _read_side(fields, "image_size", 224)
+    image = _table_side(fields, kind) * patch if kind.rotary else _read_side(fields, "image_size", 224)
     fields.check_fields(
         kind.rotary or image >= patch,
         "An image is smaller than a patch.",
@@ -282,7 +290,25 @@ def _rotary_patches(fields: ConfigFields, kind: EncoderType, head_dim: int, patc
         if not isinstance(full, (list, tuple)) or not all(isinstance(i, int) and i >= 0 for i in full):
             raise fields.wrong_field("fullatt_block_indexes", full, "a list of layers, counted from 0")
         options |= {"window": window // (merge * patch), "full_layers": tuple(sorted({*full}))}
+    if kind.stacked:
+        layers, depth = fields.first_value("deepstack_visual_indexes"), fields.read_count("depth")
+        good = isinstance(layers, (list, tuple)) and all(isinstance(i, int) and 0 <= i < depth for i in layers)
+        if not good or len({*layers}) < len(layers):
+            raise fields.wrong_field(
+                "deepstack_visual_indexes", layers, f"a list of different layers of the encoder, 0 to {depth - 1}"
+            )
+        options["stacked"] = tuple(layers)
     return options
+
+
+def _table_side(fields: ConfigFields, kind: EncoderType) -> int:
+    """Return the rows of a square table of positions; 0: the type has none. Raises ModelError for another table."""
+    if not kind.stacked:
+        return 0
+    count = fields.read_count("num_position_embeddings")
+    if math.isqrt(count) ** 2 != count:
+        raise fields.wrong_field("num_position_embeddings", count, "the square of a number")
+    return math.isqrt(count)
 
 
 def _read_side(fields: ConfigFields, name: str, default: int) -> int:

@@ -108,7 +108,8 @@ class VisionEmbed(PatchEmbed):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)
         self.data_inputs = (*self.data_inputs, GRID)
-        self.positions = ImagePositions(config.grid_side, config.hidden_size, config.start_token, config.merge)
+        aligned = config.encoder_type.rotary
+        self.positions = ImagePositions(config.grid_side, config.hidden_size, config.start_token, config.merge, aligned)
         features, eps = config.hidden_size, config.layer_norm_eps
         self.norm = nn.LayerNorm(features, eps) if config.encoder_type.input_norm else nn.Identity()
 
@@ -254,18 +255,53 @@ class NewlineProjector(VisionProjector):
         return y_BTD - y_BTD * is_end_BT1 + self.newline * is_end_BT1
 
 
+class StackedProjector(VisionProjector):
+    """A projector of (B,T,M*D+k*D'): k features of the language model's width D' stay behind the results."""
+
+    def __init__(self, vision: VisionConfig, options: ProjectorOptions, width: int) -> None:
+        super().__init__(vision, options, width)
+        self.size = vision.hidden_size * vision.cell_patches
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.project(x[..., : self.size]), x[..., self.size :]), dim=-1)
+
+
+class StackedGridBlock(GridBlock):
+    """A layer with features for the language model behind the hidden state (DeepStack, Meng et al., 2024). If it is one
+    of `config.stacked`, its own result goes through a projector to the language model's width, and lies behind them."""
+
+    def __init__(self, config: VisionConfig, layer: int, width: int) -> None:
+        super().__init__(config, config.layer_window(layer))
+        self.size, self.first = config.hidden_size * config.cell_patches, layer == min(config.stacked)
+        norm = NormOptions(eps=config.layer_norm_eps, kind="layer", bias=True)
+        options = ProjectorOptions(encoder_norm=False, norm=norm, keeps_width=True)
+        self.stacked = VisionProjector(config, options, width) if layer in config.stacked else None
+
+    def forward(self, x: Tensor, documents: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.transform(x[..., : self.size], documents, grid)
+        before = () if self.first else (x[..., self.size :],)
+        after = () if self.stacked is None else (self.stacked(y),)
+        return torch.cat((y, *before, *after), dim=-1)
+
+
 def make_embed(config: VisionConfig) -> nn.Module:
     """Return the embedding of an encoder."""
-    return PatchEmbed(config) if config.encoder_type.rotary else VisionEmbed(config)
+    return VisionEmbed(config) if config.grid_side else PatchEmbed(config)
 
 
-def make_block(config: VisionConfig, layer: int) -> nn.Module:
-    """Return a layer of an encoder."""
-    return GridBlock(config, config.layer_window(layer)) if config.encoder_type.rotary else VisionBlock(config)
+def make_block(config: VisionConfig, layer: int, width: int) -> nn.Module:
+    """Return a layer of an encoder. `width`: of the language model."""
+    if not config.encoder_type.rotary:
+        return VisionBlock(config)
+    if config.stacked and layer >= min(config.stacked):
+        return StackedGridBlock(config, layer, width)
+    return GridBlock(config, config.layer_window(layer))
 
 
 def make_projector(vision: VisionConfig, options: ProjectorOptions, width: int) -> nn.Module:
     """Return the projector of an encoder."""
+    if vision.stacked:
+        return StackedProjector(vision, options, width)
     return (NewlineProjector if vision.end_token else VisionProjector)(vision, options, width)
 
 

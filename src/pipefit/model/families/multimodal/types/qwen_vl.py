@@ -1,87 +1,105 @@
-"""Qwen2-VL (Wang et al., 2024) and Qwen2.5-VL (Bai et al., 2025): an encoder of images of any size with rotary rows and
-columns, squares of patches joined by a norm and two linear layers, and Qwen 2 with positions on three axes. Qwen2.5-VL
-has windows of attention.
-
-Qwen3-VL is refused, with the part that no option computes.
+"""Qwen2-VL (Wang et al., 2024), Qwen2.5-VL and Qwen3-VL (Bai et al., 2025): an encoder of images of any size with
+rotary rows and columns, squares of patches joined by a norm and two linear layers, and Qwen 2 or 3 with positions on
+three axes. Qwen2.5-VL has windows of attention. In Qwen3-VL, encoder layers enter layers of the language model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.errors import ModelError
 from pipefit.model.families.config_fields import ConfigFields
 from pipefit.model.families.family import WeightTensor
 from pipefit.model.families.multimodal import vision_config as vision
-from pipefit.model.families.multimodal.axis_language import AxisDefaults, read_axis_text
+from pipefit.model.families.multimodal.axis_language import AxisDefaults, AxisLanguage, read_axis_text
 from pipefit.model.families.multimodal.joint_fields import TEXT_DEFAULTS, JointParts
 from pipefit.model.families.multimodal.joint_names import JointNames
 from pipefit.model.families.multimodal.projector import ProjectorOptions
-from pipefit.model.families.multimodal.types import read_joint_types
+from pipefit.model.families.multimodal.vision_config import VisionConfig
 
-MISSING: Mapping[str, str] = {"qwen3_vl": "features of three encoder layers that enter three language layers"}
-"""Model type -> what pipefit cannot compute of it."""
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", *MISSING)
+_QWEN2 = AxisDefaults(base_type="qwen2", theta=1e6, sections=(16, 24, 24))
+_QWEN3 = AxisDefaults(base_type="qwen3", theta=5e5, sections=(24, 20, 20), interleaved=True)
+
+
+def _projector_parts(first: str, second: str) -> dict[str, WeightTensor]:
+    pairs = (("linear_1", first), ("linear_2", second))
+    return {f"{ours}.{end}": WeightTensor(f"{theirs}.{end}") for ours, theirs in pairs for end in ("weight", "bias")}
+
 
 NAMES = JointNames(
     vision="visual.",
     language="",
     projector="visual.merger.",
-    projector_parts={
-        f"linear_{ours}.{end}": WeightTensor(f"mlp.{theirs}.{end}")
-        for ours, theirs in ((1, 0), (2, 2))
-        for end in ("weight", "bias")
-    },
+    projector_parts=_projector_parts("mlp.0", "mlp.2"),
     towers=(),
 )
-
-_QWEN2 = AxisDefaults(base_type="qwen2", theta=1e6, sections=(16, 24, 24))
+QWEN3_NAMES = JointNames(
+    vision="model.visual.",
+    language="",
+    decoder="model.language_model.",
+    projector="model.visual.merger.",
+    projector_parts=_projector_parts("linear_fc1", "linear_fc2"),
+    towers=(),
+)
 
 
 def read_joint(fields: ConfigFields) -> JointParts:
     """Return the parts of a vision-language model of Qwen. Raises ModelError."""
     model_type = str(fields.config["model_type"])
-    if model_type in MISSING:
-        _refuse_type(fields, model_type)
+    newest = model_type == "qwen3_vl"
     tower, text = (_read_part(fields, model_type, name) for name in ("vision_config", "text_config"))
     tied = fields.read_flag("tie_word_embeddings", default=False) or bool(text.get("tie_word_embeddings"))
-    tower, tower_fields = (_tower_of_qwen2 if model_type == "qwen2_vl" else _tower_of_qwen25)(fields, tower)
-    encoder = vision.read(tower, f"{fields.where}, vision_config")
-    language = read_axis_text(fields, text, tied, _QWEN2)
-    for name, width in tower_fields.items():
-        fields.check_fields(
-            name == "mlp_ratio" or width == language.decoder.hidden_size,
-            "The encoder's results have another width than the language model.",
-            f"vision_config.{name} {width}, text_config.hidden_size {language.decoder.hidden_size}",
-            "equal widths",
-        )
+    read_tower = _read_tower_of_qwen2 if model_type == "qwen2_vl" else _read_tower
+    encoder, (width_name, width), more = read_tower(ConfigFields(tower, f"{fields.where}, vision_config"))
+    language = read_axis_text(fields, text, tied, _QWEN3 if newest else _QWEN2)
+    fields.check_fields(
+        width == language.decoder.hidden_size,
+        "The encoder's results have another width than the language model.",
+        f"vision_config.{width_name} {width}, text_config.hidden_size {language.decoder.hidden_size}",
+        "equal widths",
+    )
     return JointParts(
         vision=encoder,
-        language=language,
+        language=_stack_features(fields, encoder, language),
         projector=ProjectorOptions(
             encoder_norm_kind="rms" if encoder.norm_kind == "rms" else "layer", keeps_width=True
         ),
         fields={"tie_word_embeddings": tied},
-        vision_fields=tower_fields,
-        names=NAMES,
+        vision_fields={width_name: width, **more},
+        names=QWEN3_NAMES if newest else NAMES,
     )
 
 
-def _tower_of_qwen2(fields: ConfigFields, tower: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the encoder, and further ones: `hidden_size` is the width of its results, and the MLP has a
-    ratio."""
-    words = ConfigFields(tower, f"{fields.where}, vision_config")
-    width, ratio = words.read_count("hidden_size", default=3584), words.read_count("mlp_ratio", default=4)
-    inner = ratio * words.read_count("embed_dim", default=1280)
-    return {**tower, "intermediate_size": inner}, {"hidden_size": width, "mlp_ratio": ratio}
+_Tower = tuple[VisionConfig, tuple[str, int], Mapping[str, Any]]
+"""The encoder, the field with the width of its results, and further fields."""
 
 
-def _tower_of_qwen25(fields: ConfigFields, tower: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the encoder, and the further one with the width of its results."""
-    words = ConfigFields(tower, f"{fields.where}, vision_config")
-    return dict(tower), {"out_hidden_size": words.read_count("out_hidden_size", default=3584)}
+def _read_tower(fields: ConfigFields) -> _Tower:
+    width = fields.read_count("out_hidden_size", default=3584)
+    return vision.read(fields.config, fields.where), ("out_hidden_size", width), {}
+
+
+def _read_tower_of_qwen2(fields: ConfigFields) -> _Tower:
+    """Return an encoder whose `hidden_size` is the width of its results, and whose MLP has a ratio."""
+    width, ratio = fields.read_count("hidden_size", default=3584), fields.read_count("mlp_ratio", default=4)
+    inner = ratio * fields.read_count("embed_dim", default=1280)
+    encoder = vision.read({**fields.config, "intermediate_size": inner}, fields.where)
+    return encoder, ("hidden_size", width), {"mlp_ratio": ratio}
+
+
+def _stack_features(fields: ConfigFields, encoder: VisionConfig, language: AxisLanguage) -> AxisLanguage:
+    """Return the language model with features of the encoder in its first layers. Raises ModelError for too few."""
+    stacked, layers = len(encoder.stacked), language.decoder.layers
+    fields.check_fields(
+        stacked <= layers,
+        "More layers of the encoder enter the language model than it has layers.",
+        f"vision_config.deepstack_visual_indexes {list(encoder.stacked)}, text_config.num_hidden_layers {layers}",
+        f"at most {layers} indexes",
+    )
+    return dataclasses.replace(language, stacked=stacked)
 
 
 def _read_part(fields: ConfigFields, model_type: str, name: str) -> dict[str, Any]:
@@ -100,13 +118,3 @@ def _read_part(fields: ConfigFields, model_type: str, name: str) -> dict[str, An
         part_type,
     )
     return {**TEXT_DEFAULTS.get(part_type, {}), **part, "model_type": part_type}
-
-
-def _refuse_type(fields: ConfigFields, model_type: str) -> None:
-    raise ModelError(
-        "The vision-language model is not supported.",
-        where=f"{fields.where}, model_type",
-        seen=f"{model_type!r}, which has {MISSING[model_type]}",
-        allowed=", ".join(sorted({*read_joint_types()} - {*MISSING})),
-        next_step="plan the text model alone (model_type qwen2 or qwen3), or one of these types",
-    )
