@@ -105,13 +105,13 @@ class AxisRotary(OperatorModule):
 
 
 def rotate_axes(x: Tensor, positions: Tensor, rotary: Mapping[str, Any]) -> Tensor:
-    """x (...,H,K) whose pairs i and i + K/2 turn by the position (...,A) of their axis."""
+    """x (...,H,K) whose pairs i and i + dim/2 turn by the position (...,A) of their axis."""
     values, factor = rotary_frequencies(rotary)
     frequency_P = torch.tensor(values, dtype=statistics_dtype(x.dtype), device=x.device)
     angle = (positions[..., list(rotary["axes"])].to(frequency_P.dtype) * frequency_P).unsqueeze(-2)
     cos, sin = (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second, passed = x.tensor_split((len(values), 2 * len(values)), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, passed), dim=-1)
 
 
 def constant_vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

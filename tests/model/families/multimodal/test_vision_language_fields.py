@@ -214,6 +214,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "'fullatt_block_indexes'",
         "[-1]",
     ),
+    ("qwen2_vl", {"text_config": {**TEXT, "rope_scaling": "mrope"}}, "'rope_scaling' of the configuration", "'mrope'"),
+    ("qwen2_vl", {"vision_config": {**QWEN2_VISION, "rope_parameters": [1]}}, "'rope_parameters'", "[1]"),
+    ("qwen2_vl", {"vision_config": {**QWEN2_VISION, "rope_parameters": {"rope_type": "yarn"}}}, "'rope_par", "yarn"),
     ("qwen3_vl", {"vision_config": {**QWEN3_VISION, "num_position_embeddings": 15}}, "'num_position_embeddings'", "15"),
     ("qwen3_vl", {"vision_config": {**QWEN3_VISION, "deepstack_visual_indexes": [4]}}, "'deepstack_visual", "[4]"),
     (

@@ -75,6 +75,9 @@ class AxisLanguage:
 def read_axis_text(fields: ConfigFields, text: Mapping[str, Any], tied: bool, usual: AxisDefaults) -> AxisLanguage:
     """Return the language model of these fields, whose output projection is its table of tokens by `tied`. Raises
     ModelError."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(text.get(name) or {}, Mapping):
+            raise ConfigFields(text, f"{fields.where}, text_config").wrong_field(name, text[name], "an object")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     pairs, interleaved = rope.pop("mrope_section", None) or usual.sections, usual.interleaved
     rope.pop("mrope_interleaved", None)

@@ -275,7 +275,10 @@ def _rotary_patches(fields: ConfigFields, kind: EncoderType, head_dim: int, patc
         f"{head_dim} features of a head",
         "a multiple of 4",
     )
-    rope = ConfigFields(fields.first_value("rope_parameters", default={}), f"{fields.where}, rope_parameters")
+    parameters = fields.first_value("rope_parameters", default={})
+    if not isinstance(parameters, Mapping) or parameters.get("rope_type", "axial") != "axial":
+        raise fields.wrong_field("rope_parameters", parameters, "an object with rope_type 'axial'")
+    rope = ConfigFields(parameters, f"{fields.where}, rope_parameters")
     merge = fields.read_count("spatial_merge_size", default=2)
     options: dict[str, Any] = {
         "merge": merge,
