@@ -11,6 +11,7 @@ from pipefit.cost.static_memory import STATE_BYTES, has_master
 from pipefit.errors import PlanError, RunError
 from pipefit.optimizers import OPTIMIZERS, FlatPiece, OptimizerKind, ParameterPart, find_optimizer, read_options
 from pipefit.optimizers.base import register_optimizer
+from pipefit.run.stage.memory_audit import AllocationAudit
 
 SHAPES = {"matrix": (7, 12), "bias": (12,), "experts": (3, 4, 5), "scale": ()}
 
@@ -91,6 +92,29 @@ def test_updates_equal_pytorchs(case: str, limit: int, monkeypatch: pytest.Monke
     wanted = torch.cat([parameter.detach().flatten() for parameter in theirs.values()])
     moved = torch.cat([tensor.flatten() for tensor in tensors.values()]) - wanted
     assert (mine.parameter - wanted).abs().max() <= 1e-11 * wanted.abs().max() and moved.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("limit", [1 << 18, 10])
+def test_adamw_without_a_fused_kernel_equals_pytorchs(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: one kernel after the other."""
+    monkeypatch.setattr("pipefit.optimizers.adamw.has_fused_kernel", lambda device: False)
+    test_updates_equal_pytorchs("adamw", limit, monkeypatch)
+
+
+def test_adamw_on_a_cpu_has_the_bits_of_pytorchs_fused_one_and_no_temporary_tensors() -> None:
+    elements = 1 << 15
+    draw = torch.Generator().manual_seed(2)
+    value, gradient = (torch.randn(elements, generator=draw) for _ in range(2))
+    theirs = torch.nn.Parameter(value.clone())
+    theirs.grad = gradient.clone()
+    other = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
+    mine = state_of(find_optimizer("adamw"), {"matrix": value}, {"beta1": 0.8, "beta2": 0.9})
+    for step in range(3):
+        other.step()
+        with AllocationAudit() as audit:
+            mine.step(gradient, 1e-2, step + 1)
+        assert audit.peak_bytes < elements
+    assert torch.equal(mine.parameter, theirs) and not torch.equal(theirs, value)
 
 
 @pytest.mark.parametrize("case", CASES)

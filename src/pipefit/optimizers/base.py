@@ -160,12 +160,16 @@ class ElementwiseState(OptimizerState):
     """The state of an optimizer that updates each element by itself: runs of elements, one after the other."""
 
     def step(self, gradient: Tensor, lr: float, count: int) -> None:
-        size = update_elements(self.master.device)
+        size = self.run_elements(gradient)
         for start in range(0, self.master.numel(), size):
             run = slice(start, start + size)
             moments = {name: tensor[run] for name, tensor in self.moments.items()}
             self.update_run(self.master[run], gradient[run].to(self.master.dtype), moments, lr, count)
         self.round_master()
+
+    def run_elements(self, gradient: Tensor) -> int:
+        """Return the number of elements to update at a time: all, if an update has no temporary tensors."""
+        return update_elements(self.master.device)
 
     @abstractmethod
     def update_run(self, value: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], lr: float, count: int) -> None:
