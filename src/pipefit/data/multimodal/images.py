@@ -115,7 +115,7 @@ class ImageRule:
 
     def token_order(self, width: int, height: int) -> NDArray[np.int64]:
         """Return the tokens of an image of this size in the order of the encoder, numbered as in the sequence of the
-        language model; a start token that is none of it is -1."""
+        language model. A start token that is not part of the sequence is -1."""
         order = self.patch_order(width, height) + int(self.start_token) - self.dropped_tokens
         first = [-1 if self.drops_start else 0] if self.start_token else []
         last = [order.size + len(first) - self.dropped_tokens] if self.end_token else []

@@ -5,9 +5,9 @@ Pair i is rotated by positions * frequency[i]; `rotary_frequencies` computes the
 Saves nothing: the backward rotates in the other direction, and the cos/sin table is cached with the step plan's
 positions.
 
-With `axes`, a token has several positions (B, T, A), and `axes` names for each pair the one that turns it (M-RoPE, Wang
-et al., 2024). With `merge`, the positions are the grid (B, T, 4) of squares of images, x is (B, T, merge^2, H, K), and
-a pair is turned by the row (0) or the column (1) of the patch.
+With `axes`, a token has several positions (B, T, A), and `axes` names the position that turns each pair (M-RoPE, Wang
+et al., 2024). With `merge`, the positions are the grid (B, T, 4) of squares of images, and x is (B, T, merge^2, H, K).
+The row (0) or the column (1) of the patch turns a pair.
 """
 
 from __future__ import annotations

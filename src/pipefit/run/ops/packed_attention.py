@@ -118,7 +118,7 @@ def window_runs(
         begins = (windows[:, 1:] != windows[:, :-1]).any(-1)
         row_runs = []
         for row in begins.tolist():
-            bounds = [0, *(place + 1 for place, begin in enumerate(row) if begin), documents.shape[1]]
+            bounds = [0, *(position + 1 for position, begin in enumerate(row) if begin), documents.shape[1]]
             cuts = [range(first, last, side * side) for first, last in pairwise(bounds)]
             row_runs.append([(i, min(i + side * side, cut.stop)) for cut in cuts for i in cut])
         record.cache[key] = (documents, grid, row_runs)  # holding the tensors keeps their ids unique

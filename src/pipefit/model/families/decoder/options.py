@@ -157,5 +157,5 @@ class DecoderOptions:
 
     @property
     def has_axes(self) -> bool:
-        """Whether rotary positions are on three axes: time, row and column of an image."""
+        """True if rotary positions are on three axes: time, row and column of an image."""
         return any("axes" in rotary for rotary in self.rotary if rotary is not None)

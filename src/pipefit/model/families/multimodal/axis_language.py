@@ -18,7 +18,7 @@ AXES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisDefaults:
-    """What a model type says of its language model."""
+    """The language model of a model type, where its fields are absent."""
 
     base_type: str
     "The model type of the same decoder with one position a token."
@@ -42,7 +42,7 @@ class AxisLanguage:
     "First layers that get features of the encoder."
 
     @property
-    def axes(self) -> list[int]:
+    def pair_axes(self) -> list[int]:
         """The axis of each pair."""
         if not self.interleaved:
             return [axis for axis, pairs in enumerate(self.sections) for _ in range(pairs)]
@@ -51,7 +51,7 @@ class AxisLanguage:
     @property
     def decoder(self) -> DecoderOptions:
         options = self.base.decoder
-        rotary = tuple({**(rotary or {}), "axes": self.axes} for rotary in options.rotary)
+        rotary = tuple({**(rotary or {}), "axes": self.pair_axes} for rotary in options.rotary)
         return dataclasses.replace(options, rotary=rotary, stacked=self.stacked)
 
     @property
@@ -75,16 +75,8 @@ class AxisLanguage:
 def read_axis_text(fields: ConfigFields, text: Mapping[str, Any], tied: bool, usual: AxisDefaults) -> AxisLanguage:
     """Return the language model of these fields, whose output projection is its table of tokens by `tied`. Raises
     ModelError."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(text.get(name) or {}, Mapping):
-            raise ConfigFields(text, f"{fields.where}, text_config").wrong_field(name, text[name], "an object")
-    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    rope = _rotary_fields(text, f"{fields.where}, text_config", usual)
     pairs, interleaved = rope.pop("mrope_section", None) or usual.sections, usual.interleaved
-    rope.pop("mrope_interleaved", None)
-    if rope.get("rope_type", rope.get("type")) == "mrope":
-        rope["rope_type"] = "default"
-    if text.get("rope_theta") is None:
-        rope.setdefault("rope_theta", usual.theta)
     plain = {name: value for name, value in text.items() if name != "rope_scaling"}
     base = read_text(fields, {**plain, "model_type": usual.base_type, "rope_parameters": rope}, tied)
     counts = isinstance(pairs, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in pairs)
@@ -97,6 +89,20 @@ def read_axis_text(fields: ConfigFields, text: Mapping[str, Any], tied: bool, us
         text_fields = ConfigFields(text, f"{fields.where}, text_config")
         raise text_fields.wrong_field("mrope_section", pairs, f"{AXES} numbers of pairs that sum to {half}, {rule}")
     return language
+
+
+def _rotary_fields(text: Mapping[str, Any], where: str, usual: AxisDefaults) -> dict[str, Any]:
+    """Return the rotary parameters of a text configuration, without the names of several axes. Raises ModelError."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(text.get(name) or {}, Mapping):
+            raise ConfigFields(text, where).wrong_field(name, text[name], "an object")
+    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    rope.pop("mrope_interleaved", None)
+    if rope.get("rope_type", rope.get("type")) == "mrope":
+        rope["rope_type"] = "default"
+    if text.get("rope_theta") is None:
+        rope.setdefault("rope_theta", usual.theta)
+    return rope
 
 
 def _last_pair(language: AxisLanguage) -> int:

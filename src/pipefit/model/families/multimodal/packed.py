@@ -72,7 +72,7 @@ def _window_starts(documents_BT: Tensor, grid_BT4: Tensor, side: int) -> Tensor:
 
 
 class GridRotary(OperatorModule):
-    """Rotary embedding of q or k (B, T, patches, H, K) by the row and column of every patch: half of the pairs of
+    """Rotary embedding of q or k (B, T, patches, H, K) by the row and column of every patch. Half of the pairs of
     features turn with the row, and half with the column, at equal frequencies."""
 
     kind = "rotary"

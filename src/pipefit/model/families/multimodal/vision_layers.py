@@ -184,9 +184,9 @@ class VisionBlock(nn.Module):
         self.patches = config.cell_patches
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
-        return self.transform(x, documents)
+        return self.transform_patches(x, documents)
 
-    def transform(self, x: Tensor, *places: Tensor) -> Tensor:
+    def transform_patches(self, x: Tensor, *places: Tensor) -> Tensor:
         """Return the layer's result. `places` are the inputs of the attention beside x."""
         x = split_patches(x, self.patches)
         x = x + _scale_branch(self.attention(self.norm1(x), *places), self.scale1)
@@ -204,7 +204,7 @@ class GridBlock(VisionBlock):
         self.attention.rotary = GridRotary(self.attention.head_dim, config.rotary_theta, config.merge)
 
     def forward(self, x: Tensor, documents: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
-        return self.transform(x, documents, grid)
+        return self.transform_patches(x, documents, grid)
 
 
 def _scale_branch(branch: Tensor, scale: Tensor | None) -> Tensor:
@@ -229,9 +229,9 @@ class VisionProjector(nn.Module):
         self.activation = options.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(x)
+        return self.project_tokens(x)
 
-    def project(self, x: Tensor) -> Tensor:
+    def project_tokens(self, x: Tensor) -> Tensor:
         """Return the tokens of the language model."""
         if self.sum_patches is not None:
             x = self.sum_patches(self.norm(split_patches(x, self.patches))) * (1.0 / self.patches)
@@ -251,7 +251,7 @@ class NewlineProjector(VisionProjector):
 
     def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
         is_end_BT1 = torch.relu(-grid[..., :1].to(x.dtype) - 1.0)
-        y_BTD = self.project(x)
+        y_BTD = self.project_tokens(x)
         return y_BTD - y_BTD * is_end_BT1 + self.newline * is_end_BT1
 
 
@@ -263,7 +263,7 @@ class StackedProjector(VisionProjector):
         self.size = vision.hidden_size * vision.cell_patches
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat((self.project(x[..., : self.size]), x[..., self.size :]), dim=-1)
+        return torch.cat((self.project_tokens(x[..., : self.size]), x[..., self.size :]), dim=-1)
 
 
 class StackedGridBlock(GridBlock):
@@ -278,7 +278,7 @@ class StackedGridBlock(GridBlock):
         self.stacked = VisionProjector(config, options, width) if layer in config.stacked else None
 
     def forward(self, x: Tensor, documents: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
-        y = self.transform(x[..., : self.size], documents, grid)
+        y = self.transform_patches(x[..., : self.size], documents, grid)
         before = () if self.first else (x[..., self.size :],)
         after = () if self.stacked is None else (self.stacked(y),)
         return torch.cat((y, *before, *after), dim=-1)

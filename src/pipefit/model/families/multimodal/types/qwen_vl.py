@@ -1,6 +1,8 @@
-"""Qwen2-VL (Wang et al., 2024), Qwen2.5-VL and Qwen3-VL (Bai et al., 2025): an encoder of images of any size with
-rotary rows and columns, squares of patches joined by a norm and two linear layers, and Qwen 2 or 3 with positions on
-three axes. Qwen2.5-VL has windows of attention. In Qwen3-VL, encoder layers enter layers of the language model.
+"""Qwen2-VL (Wang et al., 2024), Qwen2.5-VL and Qwen3-VL (Bai et al., 2025).
+
+The encoder takes images of any size, with rotary rows and columns. A norm and two linear layers join squares of
+patches. The language model is Qwen 2 or 3 with positions on three axes. Qwen2.5-VL has windows of attention. In
+Qwen3-VL, encoder layers enter layers of the language model.
 """
 
 from __future__ import annotations
