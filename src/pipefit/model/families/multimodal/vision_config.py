@@ -178,8 +178,8 @@ class VisionConfig:
             return (WeightTensor(front + kind.names[inner], shape=shapes.get(inner, ())),)
         part, end = inner.rsplit(".", 1)
         if part.startswith("stacked."):
-            place = self.stacked.index(int(number))
-            return (WeightTensor(f"{kind.stacked}.{place}.{kind.names[part]}.{end}"),)
+            index = self.stacked.index(int(number))
+            return (WeightTensor(f"{kind.stacked}.{index}.{kind.names[part]}.{end}"),)
         if kind.fused and part in _PROJECTIONS:
             start, size = _PROJECTIONS.index(part) * self.hidden_size, self.hidden_size
             rows = RowParts(groups=1, size=3 * size, start=start, stop=start + size)
@@ -287,21 +287,31 @@ def _rotary_patches(fields: ConfigFields, kind: EncoderType, head_dim: int, patc
         "norm_kind": "rms" if kind.rms_norms else "layer",
     }
     if "window_size" in kind.sizes:
-        window, full = fields.read_count("window_size"), fields.first_value("fullatt_block_indexes")
-        if window < merge * patch:
-            raise fields.wrong_field("window_size", window, f"at least the {merge * patch} pixels of a token")
-        if not isinstance(full, (list, tuple)) or not all(isinstance(i, int) and i >= 0 for i in full):
-            raise fields.wrong_field("fullatt_block_indexes", full, "a list of layers, counted from 0")
-        options |= {"window": window // (merge * patch), "full_layers": tuple(sorted({*full}))}
+        options |= _read_windows(fields, merge * patch)
     if kind.stacked:
-        layers, depth = fields.first_value("deepstack_visual_indexes"), fields.read_count("depth")
-        good = isinstance(layers, (list, tuple)) and all(isinstance(i, int) and 0 <= i < depth for i in layers)
-        if not good or len({*layers}) < len(layers):
-            raise fields.wrong_field(
-                "deepstack_visual_indexes", layers, f"a list of different layers of the encoder, 0 to {depth - 1}"
-            )
-        options["stacked"] = tuple(layers)
+        options["stacked"] = _read_stacked(fields)
     return options
+
+
+def _read_windows(fields: ConfigFields, token_side: int) -> dict[str, Any]:
+    """Return the options of attention within windows, for tokens of this many pixels a side. Raises ModelError."""
+    window, full = fields.read_count("window_size"), fields.first_value("fullatt_block_indexes")
+    if window < token_side:
+        raise fields.wrong_field("window_size", window, f"at least the {token_side} pixels of a token")
+    if not isinstance(full, (list, tuple)) or not all(isinstance(i, int) and i >= 0 for i in full):
+        raise fields.wrong_field("fullatt_block_indexes", full, "a list of layers, counted from 0")
+    return {"window": window // token_side, "full_layers": tuple(sorted({*full}))}
+
+
+def _read_stacked(fields: ConfigFields) -> tuple[int, ...]:
+    """Return the layers whose results enter the language model. Raises ModelError."""
+    layers, depth = fields.first_value("deepstack_visual_indexes"), fields.read_count("depth")
+    good = isinstance(layers, (list, tuple)) and all(isinstance(i, int) and 0 <= i < depth for i in layers)
+    if not good or len({*layers}) < len(layers):
+        raise fields.wrong_field(
+            "deepstack_visual_indexes", layers, f"a list of different layers of the encoder, 0 to {depth - 1}"
+        )
+    return tuple(layers)
 
 
 def _table_side(fields: ConfigFields, kind: EncoderType) -> int:
@@ -326,7 +336,9 @@ def _read_side(fields: ConfigFields, name: str, default: int) -> int:
 
 def _per_channel(fields: ConfigFields, name: str, channels: int) -> tuple[float, ...]:
     values = fields.first_value(name, default=[0.5] * channels)
-    good = isinstance(values, (list, tuple)) and all(isinstance(v, (int, float)) and v > 0 for v in values)
+    numbers = isinstance(values, (list, tuple)) and all(isinstance(v, (int, float)) for v in values)
+    good = numbers and all(v >= 0 if name == "image_mean" else v > 0 for v in values)
     if not good or len(values) != channels:
-        raise fields.wrong_field(name, values, f"{channels} numbers above zero, one a channel")
+        range_text = "zero or more" if name == "image_mean" else "above zero"
+        raise fields.wrong_field(name, values, f"{channels} numbers {range_text}, one a channel")
     return tuple(map(float, values))
