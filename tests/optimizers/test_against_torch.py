@@ -10,6 +10,7 @@ import torch
 from pipefit.cost.static_memory import STATE_BYTES, has_master
 from pipefit.errors import PlanError, RunError
 from pipefit.optimizers import OPTIMIZERS, FlatPiece, OptimizerKind, ParameterPart, find_optimizer, read_options
+from pipefit.optimizers.adamw import AdamWOptions, fused_update
 from pipefit.optimizers.base import register_optimizer
 from pipefit.run.stage.memory_audit import AllocationAudit
 
@@ -115,6 +116,22 @@ def test_adamw_on_a_cpu_has_the_bits_of_pytorchs_fused_one_and_no_temporary_tens
             mine.step(gradient, 1e-2, step + 1)
         assert audit.peak_bytes < elements
     assert torch.equal(mine.parameter, theirs) and not torch.equal(theirs, value)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_an_element_of_adamw_has_the_same_bits_wherever_its_piece_begins(precision: torch.dtype) -> None:
+    """Copies of a parameter on unequal meshes lie in pieces that begin and end elsewhere."""
+    draw = torch.Generator().manual_seed(3)
+    tensors = [torch.rand(1003, generator=draw, dtype=precision) for _ in range(4)]
+    options, settings = AdamWOptions(), (1e-2, 0.1, 7)
+    complete, cut = [tensor.clone() for tensor in tensors], [tensor.clone() for tensor in tensors]
+    fused_update(complete[0], complete[1], (complete[2], complete[3]), settings, options)
+    for start, stop in ((0, 3), (3, 130), (130, 131), (131, 777), (777, 1003)):
+        pieces = [tensor[start:stop] for tensor in cut]
+        fused_update(pieces[0], pieces[1], (pieces[2], pieces[3]), settings, options)
+    for expected, tensor in zip(complete, cut, strict=True):
+        assert torch.equal(expected, tensor)
+    assert not torch.equal(complete[0], tensors[0]) and torch.equal(complete[1], tensors[1])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -59,6 +59,10 @@ class AdamWState(ElementwiseState):
         value.addcdiv_(first, denominator, value=-lr / (1.0 - options.beta1**count))
 
 
+VECTOR_ELEMENTS = 64
+"""A multiple of the elements in the widest vector of a CPU, and in a line of its cache, where threads divide."""
+
+
 def has_fused_kernel(device: Any) -> bool:
     """Return True if PyTorch's fused update runs on this device: a CPU. On CUDA it has not been measured here."""
     return bool(device.type == "cpu")
@@ -74,15 +78,30 @@ def fused_update(
     """Update values and moments in place by the kernel of `torch.optim.AdamW(fused=True)`.
 
     All tensors are flat, of one size and type. `settings` are the learning rate, the weight decay and the number of
-    updates, including this one.
+    updates, including this one. The kernel rounds the last elements of a tensor otherwise if they do not fill a
+    vector. They are updated in a buffer of zeros, so the bits of an element depend on its own numbers alone: copies of
+    a parameter stay equal, wherever their pieces begin.
     """
     import torch
 
     lr, decay, count = settings
-    torch._fused_adamw_(
-        [value], [gradient], [moments[0]], [moments[1]], [], [torch.tensor(float(count))], amsgrad=False, lr=lr,
-        beta1=options.beta1, beta2=options.beta2, weight_decay=decay, eps=options.eps, maximize=False,
-    )  # fmt: skip
+    tensors = (value, gradient, *moments)
+    complete = value.numel() // VECTOR_ELEMENTS * VECTOR_ELEMENTS
+    parts = [tuple(tensor[:complete] for tensor in tensors)] if complete else []
+    rest = value.numel() - complete
+    if rest:
+        buffers = tuple(tensor.new_zeros(VECTOR_ELEMENTS) for tensor in tensors)
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer[:rest] = tensor[complete:]
+        parts.append(buffers)
+    for part in parts:
+        torch._fused_adamw_(
+            [part[0]], [part[1]], [part[2]], [part[3]], [], [torch.tensor(float(count))], amsgrad=False, lr=lr,
+            beta1=options.beta1, beta2=options.beta2, weight_decay=decay, eps=options.eps, maximize=False,
+        )  # fmt: skip
+    if rest:
+        for buffer, tensor in zip(parts[-1], tensors, strict=True):
+            tensor[complete:] = buffer[:rest]
 
 
 ADAMW = register_optimizer(
