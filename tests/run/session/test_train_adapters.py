@@ -132,7 +132,9 @@ def test_adapters_that_do_not_belong_to_the_plan_are_refused(base: Path, tmp_pat
         return started(path, text, tmp_path / "x", folder)
 
     assert "plan with --lora 8 --lora-alpha 4 --rslora" in refusal(r=8, use_rslora=True)
-    assert "LORA, DoRA" in refusal(use_dora=True) and "merge_and_unload()" in refusal(peft_type="IA3")
+    assert "LORA, DoRA" in refusal(use_dora=True) and "complete modules" in refusal(modules_to_save=["lm_head"])
+    assert "which changes the base model" in refusal(init_lora_weights="pissa_niter_4")
+    assert "bias 'all'" in refusal(bias="all") and "merge_and_unload()" in refusal(peft_type="IA3")
     (folder / "adapter_config.json").write_text("[")
     assert "cannot be read" in started(path, text, tmp_path / "x", folder)
     (folder / "adapter_config.json").write_text(json.dumps(fields))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
 from pipefit.model.adapters.options import AdapterConfig
-from pipefit.model.adapters.peft import adapter_tensors, peft_config
+from pipefit.model.adapters.peft import PREFIX, adapter_tensors, peft_config
 from pipefit.model.families import WeightTensor
 from pipefit.model.graph import Model
 from pipefit.model.weights.files import JoinedTensors, WeightFiles, replace_file, stored_piece
@@ -55,28 +55,41 @@ def open_adapter(directory: Path, model: Model, config: AdapterConfig) -> Weight
     planned, stored = {tensor.name for tensor in adapter_tensors(model).values()}, set(files.names)
     if planned != stored:
         unknown, missing = sorted(stored - planned), sorted(planned - stored)
-        targets = fields.get("target_modules")
-        names = targets if isinstance(targets, str) else ",".join(sorted(targets or ()))
         raise ModelError(
             "The adapters belong to other modules than the plan's.",
             where=str(directory / TENSORS),
             seen=f"without a use: {', '.join(unknown[:2]) or 'none'}; missing: {', '.join(missing[:2]) or 'none'}",
             allowed=f"the {len(planned)} tensors of the plan's adapters",
-            next_step=f"plan with --lora-targets {names}",
+            next_step=f"plan with --lora-targets {_target_text(stored)}",
         )
     return files
 
 
+def _target_text(stored: Iterable[str]) -> str:
+    """Return the modules of stored adapters as `--lora-targets` takes them: the last names of their paths, or the
+    paths themselves if some blocks lack a module."""
+    paths = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in stored}
+    leaves: dict[str, int] = {}
+    for path in paths:
+        leaf = path.rpartition(".")[2]
+        leaves[leaf] = leaves.get(leaf, 0) + 1
+    everywhere = len(set(leaves.values())) == 1
+    return ",".join(sorted(leaves if everywhere else paths))
+
+
 def _check_fields(fields: Mapping[str, Any], config: AdapterConfig, path: Path) -> None:
     """Raise ModelError if the adapters are of a kind that the runtime lacks, or differ from the plan's."""
-    kinds = {"use_dora": "DoRA", "rank_pattern": "ranks by module", "alpha_pattern": "alphas by module"}
-    further = [words for name, words in kinds.items() if fields.get(name)]
+    further = [words for name, words in _OTHER_KINDS.items() if fields.get(name)]
+    if fields.get("bias", "none") != "none":
+        further.append(f"bias {fields['bias']!r}")
+    if str(fields.get("init_lora_weights", True)) not in _PLAIN_STARTS:
+        further.append(f"init_lora_weights {fields['init_lora_weights']!r}, which changes the base model")
     if fields.get("peft_type", "LORA") != "LORA" or further:
         raise ModelError(
             "These adapters are of a kind that pipefit does not train.",
             where=str(path),
             seen=", ".join([str(fields.get("peft_type", "LORA")), *further]),
-            allowed="LoRA with one rank and one alpha",
+            allowed="LoRA with one rank and one alpha, on an unchanged base model",
             next_step="merge them with PEFT's merge_and_unload(), and give the result as --weights",
         )
     planned = {"r": config.rank, "lora_alpha": config.alpha, "use_rslora": config.rslora}
@@ -90,6 +103,27 @@ def _check_fields(fields: Mapping[str, Any], config: AdapterConfig, path: Path) 
             allowed=", ".join(f"{name} {value}" for name, value in planned.items()),
             next_step=f"plan with {options}{' --rslora' if stored['use_rslora'] else ''}",
         )
+
+
+_OTHER_KINDS = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "rank_pattern": "ranks by module",
+    "alpha_pattern": "alphas by module",
+    "lora_bias": "biases of adapters",
+    "modules_to_save": "complete modules",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "adapters of parameters",
+    "layer_replication": "repeated layers",
+}
+"""Fields of `adapter_config.json` that the runtime does not compute, in words."""
+
+_PLAIN_STARTS = ("True", "False", "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base model as it is; the others subtract the first adapters from it."""
 
 
 def save_adapter(
