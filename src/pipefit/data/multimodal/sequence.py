@@ -95,12 +95,15 @@ def axis_positions(sequence: int, grids: Mapping[int, tuple[int, int]]) -> Ints:
     token is one position further than the largest position before it.
     """
     positions_T3 = np.repeat(np.arange(sequence, dtype=np.int64)[:, None], AXES, axis=1)
+    stop = lag = 0  # end of the last image, and how far the positions behind it lag behind their places
     for first in sorted(grids):
+        positions_T3[stop:first] -= lag
         rows, columns = grids[first]
-        start, stop = positions_T3[first, 0], first + rows * columns
         row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
-        positions_T3[first:stop] = start + np.stack([np.zeros_like(row), row, column], axis=1)
-        positions_T3[stop:] = start + max(rows, columns) + np.arange(sequence - stop, dtype=np.int64)[:, None]
+        stop = first + rows * columns
+        positions_T3[first:stop] = first - lag + np.stack([np.zeros_like(row), row, column], axis=1)
+        lag += rows * columns - max(rows, columns)
+    positions_T3[stop:] -= lag
     return positions_T3
 
 
