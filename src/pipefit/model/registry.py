@@ -24,7 +24,6 @@ from pipefit.model.any_class import library_fields
 from pipefit.model.capture_cache import cache_folder, cache_key, load_captured, store_captured
 from pipefit.model.families import FAMILIES, family_of_type, read_family_config, without_tuning
 from pipefit.model.families.build import USER, build_layers, has_written_graphs, typed_config, write_family
-from pipefit.model.families.multimodal.processor import add_pixel_fields
 from pipefit.model.graph import Model
 from pipefit.plugins import missing_plugin_advice
 
@@ -200,8 +199,8 @@ def parameter_count(model: Model) -> int:
 
 def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Replace the directories that a configuration names for its parts, such as encoder and language model, by the
-    contents of their config.json. Paths are relative to the folder of the configuration. An encoder gets the fields of
-    the image processor beside it."""
+    contents of their config.json, and add the fields of other files that the family reads. Paths are relative to the
+    folder of the configuration."""
     family = family_of_type(config.get("model_type"))
     parts = () if family is None else family.parts
     named = {part: folder / config[part] for part in parts if isinstance(config.get(part), str)}
@@ -213,12 +212,8 @@ def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
                 seen=str(path),
                 next_step="give the directory of a Hugging Face model, relative to the folder of this configuration",
             )
-    loaded = {part: read_json(path / "config.json") for part, path in named.items()}
-    if "vision" in loaded:
-        loaded["vision"] = add_pixel_fields(loaded["vision"], named["vision"])
-    if "vision" in parts and isinstance(config.get("vision_config"), dict):
-        loaded["vision_config"] = add_pixel_fields(config["vision_config"], folder)
-    return {**config, **loaded}
+    loaded = {**config, **{part: read_json(path / "config.json") for part, path in named.items()}}
+    return loaded if family is None or family.complete is None else family.complete(loaded, folder, named)
 
 
 def _is_function(source: str) -> bool:

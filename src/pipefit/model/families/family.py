@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from pipefit.errors import ModelError
@@ -103,7 +104,9 @@ class ModelFamily:
     builder: str
     "Module with `build(config) -> list[nn.Module]`; it imports torch."
     graphs: str = ""
-    """Module with `write_model(family, config, typed) -> Model`, which writes the captured model without torch; '': the
-    family is captured only."""
+    """Module with `write_model(family, config, typed) -> Model`, which writes the graphs without torch; '': the family
+    is captured only."""
     parts: tuple[str, ...] = ()
     "Fields of a config.json that may name the directory of another model, whose config.json replaces them."
+    complete: Callable[[Mapping[str, Any], Path, Mapping[str, Path]], dict[str, Any]] | None = None
+    "(config, its folder, folders of its parts) -> configuration with the fields of other files in them."

@@ -6,7 +6,7 @@ current memory limit, and a plan for N processes runs on any machine that can st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipefit.cluster import LOCAL, Cluster, looks_like_spec, open_cluster
 from pipefit.cluster.calibration import add_calibration, split_calibration
 from pipefit.errors import StalePlanError
 from pipefit.model.families import without_tuning
+from pipefit.model.families.multimodal.processor import PIXEL_FIELDS
 from pipefit.model.graph import Model
 from pipefit.model.registry import ModelDescription, builtin_names, open_family, resolve_model
 from pipefit.plan.check.rules import check_staleness
@@ -78,6 +79,7 @@ def check_model(plan: Plan, weights: str = "") -> None:
             resolve_model(weights, plan.job.sequence),
             "The weights are of another model than the plan.",
             f"--weights {weights}",
+            without=PIXEL_FIELDS,
         )
 
 
@@ -94,9 +96,14 @@ def planned_model(plan: Plan) -> Model:
     return model
 
 
-def _compare_description(plan: Plan, found: ModelDescription, what: str, where: str) -> None:
-    then: Mapping[str, Any] = {"family": plan.model.family, **codec.to_data(without_tuning(plan.model.config))}
-    now: Mapping[str, Any] = {"family": found.family, **codec.to_data(without_tuning(found.config))}
+def _compare_description(
+    plan: Plan, description: ModelDescription, what: str, where: str, without: Collection[str] = ()
+) -> None:
+    """Raise StalePlanError if a model is not the plan's, apart from some fields of its configuration."""
+    then, now = (
+        {"family": model.family, **_named_fields(codec.to_data(without_tuning(model.config)), without)}
+        for model in (plan.model, description)
+    )
     names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
     if names:
         raise StalePlanError(
@@ -106,3 +113,14 @@ def _compare_description(plan: Plan, found: ModelDescription, what: str, where: 
             allowed=", ".join(f"{name} {then.get(name)}" for name in names[:4]) + ", as in the plan",
             next_step="make the plan again with `pipefit plan`, or give the model that it was made for",
         )
+
+
+def _named_fields(config: Mapping[str, Any], without: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a configuration by their names, `text_config.vocab_size` for those of an object in it."""
+    fields = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            fields |= _named_fields(value, without, f"{prefix}{name}.")
+        elif name not in without:
+            fields[f"{prefix}{name}"] = value
+    return fields

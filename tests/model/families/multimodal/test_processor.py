@@ -55,6 +55,15 @@ def test_a_part_gets_the_colours_of_the_processor_in_its_directory(tmp_path: Pat
     assert colours(source) == (MEAN, STD)
 
 
+def test_the_image_encoder_of_two_towers_gets_them(tmp_path: Path) -> None:
+    config = resolve_model("multimodal-tiny").config
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    siglip = {"model_type": "siglip", "vision_config": {**tower, "image_size": 32, "patch_size": 8}}
+    write_model(tmp_path / "siglip", "preprocessor_config.json", siglip, image_mean=MEAN, image_std=STD)
+    source = write_model(tmp_path / "model", "other.json", {**config, "vision": "../siglip"})
+    assert colours(source) == (MEAN, STD)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -62,6 +71,9 @@ def test_a_part_gets_the_colours_of_the_processor_in_its_directory(tmp_path: Pat
         ("[]", "The image processor's file holds no object."),
         ('{"rescale_factor": 1}', "scales pixels in a way that pipefit does not compute"),
         ('{"do_rescale": false}', "do_rescale false"),
+        ('{"do_rescale": false, "do_normalize": false}', "do_rescale false"),
+        ('{"rescale_factor": "1/255"}', "'1/255'"),
+        ('{"rescale_factor": null}', "None"),
     ],
 )
 def test_a_processor_that_is_not_understood_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -28,6 +28,7 @@ from pipefit.model.families.multimodal.diffusion_config import DiffusionConfig
 from pipefit.model.families.multimodal.encoder_types import ACTIVATIONS, HUGGING_FACE_ACTIVATION
 from pipefit.model.families.multimodal.joint_fields import JointParts, LanguageConfig, read_language
 from pipefit.model.families.multimodal.joint_names import JointNames
+from pipefit.model.families.multimodal.processor import complete_config
 from pipefit.model.families.multimodal.projector import ProjectorOptions
 from pipefit.model.families.multimodal.types import read_joint_types
 from pipefit.model.families.multimodal.vision_config import VisionConfig
@@ -214,5 +215,6 @@ FAMILY = ModelFamily(
     read=read,
     builder="pipefit.model.families.multimodal.layers",
     parts=("vision", "language"),
+    complete=complete_config,
 )
 FAMILIES = (FAMILY,)

@@ -53,7 +53,8 @@ def read_joint(fields: ConfigFields) -> JointParts:
     model_type = str(fields.config["model_type"])
     newest = model_type == "qwen3_vl"
     tower, text = (_read_part(fields, model_type, name) for name in ("vision_config", "text_config"))
-    tied = fields.read_flag("tie_word_embeddings", default=False) or bool(text.get("tie_word_embeddings"))
+    tied = fields.read_flag("tie_word_embeddings", default=False)
+    tied |= not newest and bool(text.get("tie_word_embeddings"))
     read_tower = _read_tower_of_qwen2 if model_type == "qwen2_vl" else _read_tower
     encoder, (width_name, width), more = read_tower(ConfigFields(tower, f"{fields.where}, vision_config"))
     language = read_axis_text(fields, text, tied, _QWEN3 if newest else _QWEN2)
