@@ -1,10 +1,10 @@
 """Published models from their config.json alone: parameters, FLOPs, memory, and a plan on 64 H100 of 8 hosts.
 
 Each model runs in a process of its own: it is opened without a cache (a class of transformers is captured, a native
-family written or captured), opened again from the cache, and planned for 256 rows of 4,096 tokens, or of its longest.
-A model that does not fit is planned again on 512 devices. A run passes if every number of parameters is the published
-one within its tolerance, every capture takes at most 20 s, and every search on 64 devices at most 5 s. Times are
-processor seconds, as one core does all the work, without the import of torch and transformers.
+family written), opened again (a captured one from the cache), and planned for 256 rows of 4,096 tokens, or of its
+longest. A model that does not fit is planned again on 512 devices. A run passes if every number of parameters is the
+published one within its tolerance, every capture takes at most 20 s, and every search on 64 devices at most 5 s. Times
+are processor seconds, as one core does all the work, without the import of torch and transformers.
 
     python -m benchmarks.models.published [--quick] [--only MODEL] [--open-only] [--json PATH]
 """

@@ -113,8 +113,8 @@ def measure_all(arguments: Namespace) -> Outcome:
     if arguments.case:
         print(json.dumps(measure((CASES | QUICK)[arguments.case])))
         return Outcome()
-    known = QUICK if arguments.quick else CASES
-    names = [arguments.only] if arguments.only and not arguments.quick else list(known)
+    known = QUICK if arguments.quick and not arguments.only else CASES
+    names = [arguments.only] if arguments.only else list(known)
     cases = {name: repeated(name, 1 if arguments.quick else arguments.repeat) for name in names}
     for name, case in cases.items():
         print_case(name, case)

@@ -66,7 +66,7 @@ class PlanOptions:
     lora: int = 0
     "Train low-rank adapters (LoRA) of this rank; the model itself is frozen."
     lora_alpha: float | None = None
-    "With --lora: the adapters' products are multiplied by alpha / rank. Default: twice the rank."
+    "With --lora: the adapters' products are multiplied by alpha / rank (see --rslora). Default: twice the rank."
     lora_targets: str = "all-linear"
     "With --lora: names of modules such as q_proj,v_proj; all-linear: every linear layer except the output head."
     lora_dropout: float = 0.0

@@ -49,9 +49,8 @@ def test_quick_plans_a_native_and_a_captured_model(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "result").read_text())["models"]
     assert [row["read"] for row in rows.values()] == ["native", "captured"]
     for row in rows.values():
-        assert (
-            row["devices"] == 64 and row["cached_cpu_s"] < row["open_cpu_s"] and row["peak_bytes"] < row["limit_bytes"]
-        )
+        assert row["devices"] == 64 and row["peak_bytes"] < row["limit_bytes"]
+        assert row["read"] == "native" or row["cached_cpu_s"] < row["open_cpu_s"]
 
 
 def test_the_committed_result_has_the_published_parameters() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("fsdp", "tensor", "sequence", "context", "adamw")
 
 
 @pytest.mark.slow

@@ -274,9 +274,7 @@ class TrainingRun:
 
 
 def shared_model(plan: Plan, world: World) -> Model:
-    """Return the captured model: rank 0 captures, other ranks read its graphs. StalePlanError if it is not the
-    plan's."""
-
+    """Return the plan's model: rank 0 opens it, and other ranks read its graphs. Raises StalePlanError."""
     text = world.share_text("model", lambda: codec.dump_text(planned_model(plan)))
     return codec.load_text(Model, text, "the model of rank 0")
 

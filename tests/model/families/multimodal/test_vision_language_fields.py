@@ -109,6 +109,13 @@ def test_a_qwen_leaves_out_what_is_as_in_transformers(name: str) -> None:
     assert typed.language.decoder.norm.eps == 1e-5
 
 
+def is_tied(model_type: str) -> bool:
+    """Whether a model whose text_config alone ties its tables has tied tables."""
+    tied = {**MODELS[model_type], "text_config": {**MODELS[model_type]["text_config"], "tie_word_embeddings": True}}
+    tied.pop("tie_word_embeddings", None)
+    return bool(describe_config(tied, "m", "config").config["tie_word_embeddings"])
+
+
 def test_a_qwen3_leaves_out_what_is_as_in_transformers() -> None:
     text = {**TEXT, "hidden_size": 3584, "num_hidden_layers": 3}
     config = describe_config({"model_type": "qwen3_vl", "text_config": text}, "m", "config").config
@@ -116,6 +123,7 @@ def test_a_qwen3_leaves_out_what_is_as_in_transformers() -> None:
     vision, decoder = typed.vision, typed.language.decoder
     assert (vision.num_hidden_layers, vision.image_size, vision.stacked, decoder.stacked) == (27, 768, (8, 16, 24), 3)
     axes = decoder.rotary[0]["axes"]
+    assert [is_tied(name) for name in ("qwen2_5_vl", "qwen3_vl")] == [True, False], "by the flag of text_config"
     assert decoder.rotary[0]["theta"] == 5e5 and axes == [0, 1, 2] * 20 + [0] * 4 and decoder.head_dim == 128
 
 
