@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if runs_tests:
             config.pluginmanager.register(durations.Measuring())
         if not hasattr(config, "workerinput"):
-            config.pluginmanager.register(durations.Recorder(ROOT))
+            config.pluginmanager.register(durations.Recorder(ROOT, config.getoption("tier") != "every"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

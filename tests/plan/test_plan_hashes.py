@@ -59,6 +59,7 @@ def test_there_are_forty_requests_with_hashes() -> None:
     assert list(committed()) == list(REQUESTS) and len(REQUESTS) == 40
 
 
+@pytest.mark.every_parameter
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in REQUESTS]
 )

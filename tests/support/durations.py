@@ -127,8 +127,9 @@ class Recorder:
     """A plugin of the process that hears of all tests: it writes down what each has cost. A test that was skipped, or
     failed, keeps what was recorded before; so do parameters that the tier left out."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, keeps_absent: bool = True) -> None:
+        """`keeps_absent`: parameters that did not run keep their durations, as a tier left them out."""
+        self.root, self.keeps_absent = root, keeps_absent
         self.seconds: dict[str, float] = {}
         self.kept: set[str] = set()
 
@@ -144,7 +145,7 @@ class Recorder:
         for nodeid in self.kept:
             self.seconds[nodeid] = before.of_test(nodeid)
         ran = {nodeid.partition("[")[0] for nodeid in self.seconds}
-        for file, entry in before.files.items():
+        for file, entry in before.files.items() if self.keeps_absent else ():
             for test, seconds in entry.listed.items():
                 if f"{file}::{test}".partition("[")[0] in ran:
                     self.seconds.setdefault(f"{file}::{test}", seconds)

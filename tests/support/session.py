@@ -33,7 +33,7 @@ def arrange_items(config: pytest.Config, items: list[pytest.Item], root: Path) -
     left_out = tiers.leave_out(marked, recorded)
     cost = {test.nodeid: tiers.cost_by_default(test, recorded) for test in marked}
     config.stash[COLLECTED] = {nodeid: None if nodeid in left_out else seconds for nodeid, seconds in cost.items()}
-    few = tiers.leave_out_parameters(marked, recorded)
+    few = tiers.leave_out_parameters(marked, recorded) & left_out
     config.stash[CONTINUOUS] = sum(
         recorded.of_test(test.nodeid) * (2.0 if test.alone else 1.0) for test in marked if test.nodeid not in few
     )
@@ -61,8 +61,8 @@ def _read_marks(item: pytest.Item) -> tiers.Marked:
     """What decides on the tier of a test."""
     own = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
     share = tiers.lower_draws(own.max_examples) / own.max_examples if own is not None else 1.0
-    slow, alone = (item.get_closest_marker(name) is not None for name in ("slow", "netns"))
-    return tiers.Marked(item.nodeid, slow, alone, share)
+    slow, alone, whole = (item.get_closest_marker(name) is not None for name in ("slow", "netns", "every_parameter"))
+    return tiers.Marked(item.nodeid, slow, alone, share, whole)
 
 
 def draw_less(item: Any) -> None:

@@ -92,6 +92,8 @@ def test_the_tier_all_leaves_out_parameters_only() -> None:
     seconds = dict.fromkeys(many, tiers.ALL_FAMILY_S / 2.5) | {"a::long": 99.0, "a::dear[0]": 99.0}
     tests = [*map(tiers.Marked, seconds), tiers.Marked("a::slow", slow=True)]
     assert tiers.leave_out_parameters(tests, gather_durations(seconds)) == {many[k] for k in (1, 2, 4, 5)}
+    marked = [tiers.Marked(name, whole_family=True) for name in many]
+    assert tiers.leave_out_parameters(marked, gather_durations(seconds)) == set()
 
 
 def test_long_tests_are_left_out_unless_a_file_has_no_other() -> None:
@@ -151,6 +153,10 @@ def test_parameters_that_did_not_run_keep_their_durations(tmp_path: Path) -> Non
     recorder.seconds = {"tests/test_x.py::many[0]": 2.0}
     recorder.pytest_sessionfinish()
     assert read_durations(tmp_path).files["tests/test_x.py"].listed == {"many[0]": 2.0, "many[1]": 4.0}
+    recorder = Recorder(tmp_path, keeps_absent=False)
+    recorder.seconds = {"tests/test_x.py::many[0]": 2.0}
+    recorder.pytest_sessionfinish()
+    assert read_durations(tmp_path).files["tests/test_x.py"].listed == {"many[0]": 2.0}
 
 
 def test_quick_files_are_the_cheap_ones_of_all_folders_in_turn() -> None:

@@ -95,6 +95,8 @@ class Marked:
     """Whether it needs the machine to itself."""
     share: float = 1.0
     """The share of its examples that it draws in the default tier."""
+    whole_family: bool = False
+    """Whether the tier `all` keeps all parameters of the test."""
 
     @property
     def file(self) -> str:
@@ -131,8 +133,9 @@ def leave_out(tests: Iterable[Marked], durations: Durations) -> set[str]:
 
 
 def leave_out_parameters(tests: Iterable[Marked], durations: Durations) -> set[str]:
-    """Tests that the tier `all` leaves out: parameters beyond the seconds of a family there."""
-    tests = list(tests)
+    """Tests that the tier `all` leaves out: parameters beyond the seconds of a family, of tests without the mark
+    `every_parameter`."""
+    tests = [test for test in tests if not test.whole_family]
     cost = {test.nodeid: durations.of_test(test.nodeid) for test in tests}
     return set(cost) - set(spread_parameters(tests, cost, ALL_FAMILY_S))
 

@@ -73,6 +73,7 @@ def same_model(family: str, config: Any) -> None:
     assert written.hash == captured.hash and written == captured
 
 
+@pytest.mark.every_parameter
 @pytest.mark.parametrize("name", VARIANTS)
 def test_written_graphs_are_the_captured_ones(name: str) -> None:
     described = describe_config(VARIANTS[name], name, name)
@@ -114,6 +115,7 @@ def _family_of(name: str) -> tuple[str, Any]:
     return described.family, described.config
 
 
+@pytest.mark.every_parameter
 @pytest.mark.parametrize("name", CAPTURED)
 def test_models_are_written_as_captured(name: str) -> None:
     with warnings.catch_warnings():
