@@ -182,6 +182,29 @@ def overhead_table() -> str:
     return format_table(columns, rows)
 
 
+def engine_peers_table() -> str:
+    titles = {
+        "fsdp": "ZeRO-3 | `fully_shard`",
+        "tensor": "tensor parallelism | `parallelize_module`",
+        "sequence": "sequence parallelism | `parallelize_module`",
+        "context": "context parallelism | keys and values gathered by hand, DDP",
+        "adamw": "AdamW alone | `AdamW(fused=True)`",
+    }
+    rows = []
+    for part, cases in load_result("engine_peers")["parts"].items():
+        for case in cases:
+            times = (f"{1e3 * case[f'{side}_s']:.0f}" for side in ("ours", "torch"))
+            peaks = (f"{max(case[f'{side}_bytes']) / 2**20:.0f}" for side in ("ours", "torch"))
+            ratios = f"{case['ratio']:.2f}", f"{case['ratio_95'][1]:.2f}"
+            names = titles[part].split(" | ")
+            rows.append((*names, str(case["processes"]), *times, *ratios, *peaks, f"{case['bytes_ratio']:.2f}"))
+    columns = (
+        "pipefit | PyTorch | processes | ours, ms | PyTorch, ms | ratio | 95 % bound | "
+        "ours, MiB | PyTorch, MiB | ratio of peaks"
+    )
+    return format_table(columns, rows)
+
+
 def throughput_table() -> str:
     """Return the mean ratio of every schedule by devices and transfer, with the least and the most of its instances."""
     cases = load_result("schedule_throughput")["cases"]
@@ -309,6 +332,7 @@ DESIGN_TABLES: dict[str, Callable[[], str]] = {
     "simulator-speed": simulator_speed_table,
     "schedule-memory": schedule_memory_table,
     "overhead": overhead_table,
+    "engine-peers": engine_peers_table,
     "schedules": lambda: schedule_tables(load_result("schedules")),
     "throughput": throughput_table,
     "receive-orders": receive_orders_table,
