@@ -70,13 +70,12 @@ class Case:
 def plan_case(case: Case) -> tuple[Any, Any]:
     """Return the model and its plan."""
     from pipefit.cluster import local_cluster
-    from pipefit.model.families.build import write_family
-    from pipefit.model.registry import describe_config
+    from pipefit.model.registry import describe_config, open_family
     from pipefit.plan.make import make_plan
     from pipefit.plan.types import Job
 
     described = describe_config(case.shape.config, "peers", "benchmark")
-    model = write_family(described.family, described.config)
+    model = open_family(described.family, described.config)
     job = Job(batch=case.shape.rows, sequence=case.shape.tokens, precision="float32")
     return model, make_plan(model, local_cluster(case.processes, FIXED_MACHINE), job, case.constraints())
 

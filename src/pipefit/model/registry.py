@@ -213,7 +213,7 @@ def _load_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
                 next_step="give the directory of a Hugging Face model, relative to the folder of this configuration",
             )
     loaded = {**config, **{part: read_json(path / "config.json") for part, path in named.items()}}
-    return loaded if family is None or family.complete is None else family.complete(loaded, folder, named)
+    return loaded if family is None or family.complete_config is None else family.complete_config(loaded, folder, named)
 
 
 def _is_function(source: str) -> bool:

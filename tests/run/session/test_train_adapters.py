@@ -121,6 +121,8 @@ def test_a_run_goes_on_from_adapters_of_peft(base: Path, tmp_path: Path, alone: 
 
 
 def test_adapters_that_do_not_belong_to_the_plan_are_refused(base: Path, tmp_path: Path, alone: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
     text, path, folder = toys.write_text(tmp_path), tmp_path / "plan.json", tmp_path / "a" / "adapter"
     run_command(*plan_words(base, path, 1, "--lora", "2", "--lora-targets", "q_proj"))
     assert "There are no adapters here." in started(path, text, tmp_path / "x", folder)
@@ -143,6 +145,11 @@ def test_adapters_that_do_not_belong_to_the_plan_are_refused(base: Path, tmp_pat
     message = started(other, text, tmp_path / "x", folder)
     assert "missing: base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight" in message
     assert "plan with --lora-targets q_proj" in message
+    tensors = load_file(folder / "adapter_model.safetensors")
+    first = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    save_file(first, folder / "adapter_model.safetensors")
+    message = started(path, text, tmp_path / "x", folder)
+    assert "plan with --lora-targets model.layers.0.self_attn.q_proj" in message, "the other layer has none"
     message = toys.train_here(path, text, tmp_path / "x", "--adapter", str(folder))
     assert message[0] == 2 and "add --weights model" in message[1]
 

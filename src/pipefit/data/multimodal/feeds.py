@@ -21,10 +21,11 @@ from pipefit.data.multimodal.images import BrokenImageError, ImageSize, grid_pla
 from pipefit.data.multimodal.index import GENERATE, IMAGE, SampleIndex
 from pipefit.data.multimodal.manifest import printable_name
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
-from pipefit.data.multimodal.sequence import AXES, NO_SAMPLES, ImageUse, images_of, sequence_of
+from pipefit.data.multimodal.sequence import NO_SAMPLES, ImageUse, images_of, sequence_of
 from pipefit.data.permutation import make_key
 from pipefit.data.stepplan import StepPlan
 from pipefit.layout import Run
+from pipefit.model.ops.rotary import AXES
 
 _NOISE = 0x401_5E
 """Part of the key of noise and times."""

@@ -13,9 +13,7 @@ from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, SampleIndex
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import NO_ROW
-
-AXES = 3
-"""Axes of rotary positions: time, row and column."""
+from pipefit.model.ops.rotary import AXES
 
 NO_SAMPLES: frozenset[int] = frozenset()
 """The empty set: no sample is left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from pipefit.model.adapters.options import ALL_LINEAR, AdapterConfig
@@ -69,7 +70,12 @@ def _target_modules(model: Model, config: AdapterConfig) -> list[str]:
     if config.targets != (ALL_LINEAR,):
         return list(config.targets)
     stored = StoredWeights(model)
-    adapted = {_module_path(stored, weight) for weight in adapter_pairs(model)}
+    return select_modules(model, {_module_path(stored, weight) for weight in adapter_pairs(model)})
+
+
+def select_modules(model: Model, adapted: Collection[str]) -> list[str]:
+    """Return names that select the linear modules of these paths and no others: the last parts of the paths, or the
+    paths themselves if another module ends alike."""
     leaves = {path.rpartition(".")[2] for path in adapted}
     further = {module.leaf for module in find_linear_modules(model) if module.path not in adapted}
     return sorted(adapted if leaves & further else leaves)

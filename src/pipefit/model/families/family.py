@@ -108,5 +108,5 @@ class ModelFamily:
     is captured only."""
     parts: tuple[str, ...] = ()
     "Fields of a config.json that may name the directory of another model, whose config.json replaces them."
-    complete: Callable[[Mapping[str, Any], Path, Mapping[str, Path]], dict[str, Any]] | None = None
+    complete_config: Callable[[Mapping[str, Any], Path, Mapping[str, Path]], dict[str, Any]] | None = None
     "(config, its folder, folders of its parts) -> configuration with the fields of other files in them."

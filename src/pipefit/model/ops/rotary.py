@@ -21,6 +21,9 @@ from pipefit.model.ops.kind import OperatorCall, OperatorKind, same_shape
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "frequencies")
 
+AXES = 3
+"""Positions of a token in a model with images: time, row and column."""
+
 TABLE_ATTRIBUTES = ("theta", "dim", "scaling", "axes", "merge")
 """The attributes that decide the table of cosines and sines."""
 

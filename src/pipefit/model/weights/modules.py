@@ -13,6 +13,7 @@ from typing import Any
 from pipefit.errors import ModelError
 from pipefit.model.families.build import typed_config
 from pipefit.model.families.multimodal.config import MultimodalConfig
+from pipefit.model.families.multimodal.processor import PIXEL_FIELDS
 from pipefit.model.registry import read_json
 from pipefit.model.weights.files import ParameterBox, WeightFiles
 
@@ -74,7 +75,7 @@ def module_weights(
     return read_parameter
 
 
-_EITHER = {"initializer_range", "image_mean", "image_std", "max_position_embeddings", "architectures"}
+_EITHER = {"initializer_range", *PIXEL_FIELDS, "max_position_embeddings", "architectures"}
 """Configuration fields that do not affect the weights."""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
 from pipefit.model.adapters.options import AdapterConfig
-from pipefit.model.adapters.peft import PREFIX, adapter_tensors, peft_config
+from pipefit.model.adapters.peft import PREFIX, adapter_tensors, peft_config, select_modules
 from pipefit.model.families import WeightTensor
 from pipefit.model.graph import Model
 from pipefit.model.weights.files import JoinedTensors, WeightFiles, replace_file, stored_piece
@@ -20,6 +20,27 @@ if TYPE_CHECKING:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter, as `PeftModel.from_pretrained` reads them."""
+
+
+_OTHER_KINDS = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "rank_pattern": "ranks by module",
+    "alpha_pattern": "alphas by module",
+    "lora_bias": "biases of adapters",
+    "modules_to_save": "complete modules",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "adapters of parameters",
+    "layer_replication": "repeated layers",
+}
+"""Fields of `adapter_config.json` that the runtime does not compute, in words."""
+
+_PLAIN_STARTS = ("True", "False", "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base model as it is; the others subtract the first adapters from it."""
 
 
 class AdapterNames:
@@ -55,26 +76,15 @@ def open_adapter(directory: Path, model: Model, config: AdapterConfig) -> Weight
     planned, stored = {tensor.name for tensor in adapter_tensors(model).values()}, set(files.names)
     if planned != stored:
         unknown, missing = sorted(stored - planned), sorted(planned - stored)
+        paths = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in stored}
         raise ModelError(
             "The adapters belong to other modules than the plan's.",
             where=str(directory / TENSORS),
             seen=f"without a use: {', '.join(unknown[:2]) or 'none'}; missing: {', '.join(missing[:2]) or 'none'}",
             allowed=f"the {len(planned)} tensors of the plan's adapters",
-            next_step=f"plan with --lora-targets {_target_text(stored)}",
+            next_step=f"plan with --lora-targets {','.join(select_modules(model, paths))}",
         )
     return files
-
-
-def _target_text(stored: Iterable[str]) -> str:
-    """Return the modules of stored adapters as `--lora-targets` takes them: the last names of their paths, or the
-    paths themselves if some blocks lack a module."""
-    paths = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in stored}
-    leaves: dict[str, int] = {}
-    for path in paths:
-        leaf = path.rpartition(".")[2]
-        leaves[leaf] = leaves.get(leaf, 0) + 1
-    everywhere = len(set(leaves.values())) == 1
-    return ",".join(sorted(leaves if everywhere else paths))
 
 
 def _check_fields(fields: Mapping[str, Any], config: AdapterConfig, path: Path) -> None:
@@ -103,27 +113,6 @@ def _check_fields(fields: Mapping[str, Any], config: AdapterConfig, path: Path) 
             allowed=", ".join(f"{name} {value}" for name, value in planned.items()),
             next_step=f"plan with {options}{' --rslora' if stored['use_rslora'] else ''}",
         )
-
-
-_OTHER_KINDS = {
-    "use_dora": "DoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "alora_invocation_tokens": "activated LoRA",
-    "rank_pattern": "ranks by module",
-    "alpha_pattern": "alphas by module",
-    "lora_bias": "biases of adapters",
-    "modules_to_save": "complete modules",
-    "trainable_token_indices": "trained tokens",
-    "target_parameters": "adapters of parameters",
-    "layer_replication": "repeated layers",
-}
-"""Fields of `adapter_config.json` that the runtime does not compute, in words."""
-
-_PLAIN_STARTS = ("True", "False", "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base model as it is; the others subtract the first adapters from it."""
 
 
 def save_adapter(

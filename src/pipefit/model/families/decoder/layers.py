@@ -20,6 +20,7 @@ from pipefit.model.families.decoder.norms import make_norm, make_qk_norm
 from pipefit.model.families.decoder.options import DecoderOptions
 from pipefit.model.families.decoder.stored_names import OUTPUT_TABLE, TOKEN_TABLE, block_parameter_name
 from pipefit.model.graph import TensorSpec
+from pipefit.model.ops.rotary import AXES
 
 
 class DecoderSource(Protocol):
@@ -76,14 +77,14 @@ class DecoderAttention(nn.Module):
         self.norm_first = options.qk_norm == "projection"
         self.head_dim = dim
         self.rotary = options.rotary[layer]
-        self.turn = AxisRotary(self.rotary) if self.rotary is not None and options.has_axes else None
+        self.axis_rotary = AxisRotary(self.rotary) if self.rotary is not None and options.has_axes else None
 
     def forward(self, x_BTD: Tensor, positions: Tensor, *ends_BT: Tensor) -> Tensor:
         q_BTHK = self._split_heads(self.q_proj(x_BTD), self.q_norm)
         k_BTGK = self._split_heads(self.k_proj(x_BTD), self.k_norm)
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.turn is not None:
-            q_BTHK, k_BTGK = (self.turn(t, positions) for t in (q_BTHK, k_BTGK))
+        if self.axis_rotary is not None:
+            q_BTHK, k_BTGK = (self.axis_rotary(t, positions) for t in (q_BTHK, k_BTGK))
         elif self.rotary is not None:
             q_BTHK, k_BTGK = (apply_rotary(t, positions, self.rotary) for t in (q_BTHK, k_BTGK))
         if self.position_scores is not None:
@@ -142,7 +143,7 @@ class ImageBlock(DecoderBlock):
 class AxisBlock(DecoderBlock):
     """A decoder layer with rotary positions on three axes: axis_positions (B,T,3), time, row and column."""
 
-    data_inputs = (TensorSpec(name="axis_positions", shape=("B", "T", 3), dtype="int64", role="data"),)
+    data_inputs = (TensorSpec(name="axis_positions", shape=("B", "T", AXES), dtype="int64", role="data"),)
 
     def forward(self, x: Tensor, axis_positions: Tensor) -> Tensor:  # type: ignore[override]
         return self.transform(x, axis_positions)

@@ -12,8 +12,7 @@ from pipefit.model.families.config_fields import ConfigFields
 from pipefit.model.families.decoder.options import DecoderOptions
 from pipefit.model.families.family import InitialValue, WeightTensor
 from pipefit.model.families.multimodal.joint_fields import LanguageConfig, read_text
-
-AXES = 3
+from pipefit.model.ops.rotary import AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

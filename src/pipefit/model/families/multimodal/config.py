@@ -215,6 +215,6 @@ FAMILY = ModelFamily(
     read=read,
     builder="pipefit.model.families.multimodal.layers",
     parts=("vision", "language"),
-    complete=complete_config,
+    complete_config=complete_config,
 )
 FAMILIES = (FAMILY,)

@@ -22,7 +22,7 @@ class JointNames:
     root_parts: Mapping[str, str] = field(default_factory=dict)
     "Parameter of the projector -> its tensor that stands beside the modules."
     decoder: str = "model."
-    "What the layers of the language model begin with, behind its prefix."
+    "Prefix of the layers of the language model, behind that of the module."
     inner: str = "model."
     "What stands before the prefixes in files with the names that the modules have in memory."
     towers: tuple[str, ...] = ("vision_model.",)
